@@ -1,0 +1,106 @@
+"""Type I, the MLP: select neurons by ridge leverage, refit the down projection by least squares.
+
+Source: Lin et al., ICLR 2025, Theorem 1 and Algorithm 1.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import psd
+
+
+class NystromResult(NamedTuple):
+    """What the Nyström step decided and how well it did."""
+
+    kept: Tensor
+    """`(rank,)` ascending indices of the neurons that stay."""
+    weight: Tensor
+    """`(d_model, rank)` refitted down projection, float64."""
+    error: float
+    """`‖Z W_Dᵀ − Z_S Ŵᵀ‖_F / ‖Z W_Dᵀ‖_F` on the calibration tokens."""
+    jitter: float
+    """Relative jitter that the leverage scores needed (0 when none)."""
+    deficiency: int
+    """How many directions of the kept moment `C_SS` are numerically zero."""
+
+
+def inverse_diagonal(moment: Tensor, ridge: float) -> tuple[Tensor, float]:
+    """Return `λ[(C+λI)⁻¹]_ii = 1 − s_i` and the jitter, from one Cholesky and one triangular inverse (`2n³/3`).
+
+    The complement of the leverage score is computed, not the score: most scores lie so near 1 that their
+    differences, which decide the selection, would be lost in `1 − x`.
+    """
+    regularised = moment + ridge * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    lower, jitter = psd.cholesky(regularised)
+    identity = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+    return ridge * torch.linalg.solve_triangular(lower, identity, upper=False).square().sum(0), jitter
+
+
+def ridge_leverage_scores(moment: Tensor, ridge: float = 1.0) -> Tensor:
+    """Ridge leverage scores `s_i = [C (C + λI)⁻¹]_ii`, each in [0, 1).
+
+    Args:
+        moment: `(d_int, d_int)` second moment `C = Σ z zᵀ` of the down projection's input, float64.
+        ridge: `λ > 0`. The paper takes 1 on the unnormalised sum.
+
+    Raises:
+        NotPositiveDefiniteError: `C + λI` is indefinite or not finite.
+    """
+    return 1 - inverse_diagonal(moment, ridge)[0]
+
+
+def refit(moment: Tensor, down: Tensor, kept: Tensor) -> tuple[Tensor, float, int]:
+    """Least-squares refit of the down projection to the neurons `kept`: `Ŵ_Dᵀ = C_SS⁺ C_S: W_Dᵀ` (Theorem 1).
+
+    Computed as `W_S + C_SS⁺ C_SD W_D`, with `D` the dropped set: the same minimiser with fewer operations, exact
+    when nothing is dropped, and where `C_SS` is singular the minimiser nearest to the original weights.
+
+    Args:
+        moment: `(d_int, d_int)` moment `C`, float64.
+        down: `(d_model, d_int)` down projection, float64.
+        kept: `(rank,)` ascending indices.
+
+    Returns:
+        The `(d_model, rank)` weight, the relative Frobenius error of the module's output on the calibration tokens,
+        and the rank deficiency of `C_SS`.
+    """
+    dropped_mask = torch.ones(len(moment), dtype=torch.bool, device=moment.device)
+    dropped_mask[kept] = False
+    dropped = dropped_mask.nonzero().squeeze(1)
+    if len(dropped) == 0:
+        return down.clone(), 0.0, 0
+    down_dropped = down[:, dropped]
+    cross = moment[kept][:, dropped] @ down_dropped.mT
+    correction, rank = psd.solve(moment[kept][:, kept], cross)
+    residual = _energy(moment[dropped][:, dropped], down_dropped) - (cross * correction).sum()
+    total = _energy(moment, down)
+    error = (residual.clamp_min(0) / total).sqrt().item() if total > 0 else 0.0
+    return down[:, kept] + correction.mT, error, len(kept) - rank
+
+
+def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> NystromResult:
+    """Compress an MLP to `rank` neurons: the top ridge leverage scores, then the least-squares refit (Algorithm 1).
+
+    For the kept set the refit is optimal: no `(d_model, rank)` matrix has a smaller error. Ties are broken
+    by the lower index. Cost: about `d_int³ + rank³/3 + 2·d_int·rank·d_model` operations.
+
+    Args:
+        moment: `(d_int, d_int)` second moment `C = Σ z zᵀ`, symmetric positive semidefinite, float64.
+        down: `(d_model, d_int)` weight of the down projection (Hugging Face layout: out, in), float64.
+        rank: neurons to keep, `1 ≤ rank ≤ d_int`.
+        ridge: `λ` of the leverage scores; the paper's is 1.
+
+    Raises:
+        NotPositiveDefiniteError: the moment is indefinite or not finite.
+    """
+    complement, jitter = inverse_diagonal(moment, ridge)
+    kept = complement.argsort(stable=True)[:rank].sort().values
+    weight, error, deficiency = refit(moment, down, kept)
+    return NystromResult(kept, weight, error, jitter, deficiency)
+
+
+def _energy(moment: Tensor, weight: Tensor) -> Tensor:
+    """Return `Σ ‖W z‖² = tr(W C Wᵀ)`."""
+    return ((weight @ moment) * weight).sum()

@@ -1,0 +1,110 @@
+"""Positive semidefinite matrices: the only home of tolerances, jitter, Cholesky and pseudo-inverse.
+
+All functions work in the dtype of their input, which the callers make float64.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+JITTER_STEPS = 8
+"""How often a failing Cholesky is retried, each time with ten times the jitter: eps·n to 1e7·eps·n of the diagonal."""
+
+
+class NotPositiveDefiniteError(ArithmeticError):
+    """A matrix that must be positive (semi)definite is not: it holds NaN, infinity, or a negative direction."""
+
+
+class Factor(NamedTuple):
+    """A lower Cholesky factor and the relative jitter that was needed to obtain it (0 when none was)."""
+
+    lower: Tensor
+    jitter: float
+
+
+class Solution(NamedTuple):
+    """The solution of `A X = B`, the numerical rank of `A` and the name of the method that was used."""
+
+    x: Tensor
+    rank: int
+
+
+def tolerance(matrix: Tensor) -> float:
+    """Relative size below which an eigenvalue of an `n × n` matrix is rounding error: `n · eps`.
+
+    The value is the default of `torch.linalg.pinv` and `lstsq`, so results agree with those on the same matrix.
+    """
+    return matrix.shape[-1] * torch.finfo(matrix.dtype).eps
+
+
+def symmetrize(matrix: Tensor) -> Tensor:
+    """Return `(A + Aᵀ)/2` of a `(..., n, n)` tensor; raise if an entry is not finite."""
+    if not torch.isfinite(matrix).all():
+        raise NotPositiveDefiniteError("the matrix holds NaN or infinity")
+    return (matrix + matrix.mT) / 2
+
+
+def cholesky(matrix: Tensor) -> Factor:
+    """Factor a positive definite `(n, n)` matrix as `A = L Lᵀ`, adding jitter to the diagonal only if it must.
+
+    The jitter starts at `n·eps` of each diagonal entry and grows tenfold; it is reported, never silent.
+
+    Raises:
+        NotPositiveDefiniteError: if the factorisation fails at every step, or an entry is not finite.
+    """
+    matrix = symmetrize(matrix)
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    jitter = 0.0
+    for step in range(JITTER_STEPS + 1):
+        lower, info = torch.linalg.cholesky_ex(matrix + torch.diag_embed(jitter * diagonal.abs()))
+        if not info.any():
+            return Factor(lower, jitter)
+        jitter = tolerance(matrix) * 10**step
+    raise NotPositiveDefiniteError(
+        f"Cholesky failed with jitter up to {jitter / 10:.1e} of the diagonal: the matrix has a negative direction"
+    )
+
+
+def solve(matrix: Tensor, rhs: Tensor) -> Solution:
+    """Minimum-norm solution of `A X = B` for a positive semidefinite `(n, n)` matrix `A` and `(n, m)` `B`.
+
+    `A` is first scaled to unit diagonal (`D⁻¹ A D⁻¹`, `D = diag(A)^½`), which makes neurons of very different
+    size comparable. If its Cholesky pivots all exceed `n·eps`, the triangular solves give `A⁻¹B` in `n³/3 + 2n²m`
+    operations. Otherwise the scaled matrix is numerically singular and its pseudo-inverse is taken through an
+    eigendecomposition (about `9n³`); the minimum norm is then that of `D X`. Rows of zero diagonal get zeros.
+    """
+    matrix = symmetrize(matrix)
+    diagonal = matrix.diagonal()
+    scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 0)
+    scaled = scale[:, None] * matrix * scale
+    lower, info = torch.linalg.cholesky_ex(scaled)
+    pivots = lower.diagonal().square()
+    if not info.any() and bool((pivots > tolerance(matrix)).all()):
+        return Solution(scale[:, None] * torch.cholesky_solve(scale[:, None] * rhs, lower), len(diagonal))
+    values, vectors = torch.linalg.eigh(scaled)
+    keep = values > tolerance(matrix) * values[-1].clamp_min(0)
+    inverse = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
+    projected = vectors.mT @ (scale[:, None] * rhs)
+    return Solution(scale[:, None] * (vectors @ (inverse[:, None] * projected)), int(keep.sum()))
+
+
+class Root(NamedTuple):
+    """`root` with `A = rootᵀ root`, its pseudo-inverse, and the numerical rank of each matrix of the batch."""
+
+    root: Tensor
+    inverse: Tensor
+    rank: Tensor
+
+
+def root(matrix: Tensor) -> Root:
+    """Factor `(..., n, n)` positive semidefinite matrices as `A = Rᵀ R`, `R = Λ^½ Eᵀ`, with `R⁺ = E Λ^{-½}`.
+
+    Serves where the design writes a Cholesky factor `Lᵀ`: any `R` with `RᵀR = A` gives the same decomposition, and
+    this one has a pseudo-inverse when `A` is singular. Meant for head-sized matrices: about `9n³` each.
+    """
+    values, vectors = torch.linalg.eigh(symmetrize(matrix))
+    keep = values > tolerance(matrix) * values[..., -1:].clamp_min(0)
+    sqrt = torch.where(keep, values, 0).sqrt()
+    inverse = torch.where(keep, 1 / torch.where(keep, sqrt, 1), 0)
+    return Root(sqrt[..., :, None] * vectors.mT, vectors * inverse[..., None, :], keep.sum(-1))

@@ -1,0 +1,250 @@
+"""The compressed model for transformers: a stock decoder whose projections are narrower, layer by layer.
+
+This file is self-contained (torch and transformers only): it is a module of `modegpt` and is also shipped inside every
+compressed checkpoint, where `auto_map` names it for `trust_remote_code=True`. It holds no table of families. What it
+must know of one (the names of its projections, its rotary layout) stands in the checkpoint's `config.json` under
+`modegpt.architecture`, and the stock classes are found by name: `ModegptLlamaForCausalLM` is made from
+`transformers.LlamaForCausalLM`.
+"""
+
+import functools
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+PREFIX = "Modegpt"
+MODEL_TYPE_PREFIX = "modegpt_"
+FORMAT_VERSION = 1
+
+
+class CompressedAttention:
+    """One attention forward for every family, put in front of the stock attention class.
+
+    The head dims of queries/keys and of values may differ from each other and from layer to layer. A query or key
+    head is laid out as the first halves of the kept rotary pairs, their second halves, then unrotated coordinates.
+    The softmax scale stays that of the dense model (`self.scaling`). Values and cache are never padded.
+    """
+
+    rope_index: Tensor
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; arguments and results are those of the stock attention."""
+        names, shape = self._names, (*hidden_states.shape[:-1], self._n_kv_heads, -1)
+        query = getattr(self, names["query"])(hidden_states)
+        if names["scale_query"]:
+            query = query * self.scaling
+        query = query.view(*shape, self._qk_dim)
+        key = getattr(self, names["key"])(hidden_states).view(shape)
+        value = getattr(self, names["value"])(hidden_states).view(shape).transpose(1, 2)
+        if self._rope_pairs:
+            cos, sin = (self._gather(table) for table in position_embeddings)
+            query = _rotate(query, cos.unsqueeze(-2), sin.unsqueeze(-2), self._rope_pairs)
+            key = _rotate(key, cos, sin, self._rope_pairs)
+        query, key = query.flatten(2, 3).transpose(1, 2), key.transpose(1, 2)
+
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
+        value_dim = value.shape[-1]
+        if _needs_equal_dims(self.config._attn_implementation, query.shape[-2]):
+            query, key, value = _pad_to_equal_dims(query, key, value)
+        context, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self._dropout if self.training else 0.0,
+            scaling=1.0 if names["scale_query"] else self.scaling,
+            sliding_window=self._window(),
+            **kwargs,
+        )
+        context = context[..., :value_dim].reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return getattr(self, names["output"])(context), weights
+
+    def _gather(self, table: Tensor) -> Tensor:
+        """Cosines or sines of each key head's own pairs: `(batch, tokens, r)` to `(batch, tokens, heads, pairs)`."""
+        return table.index_select(-1, self.rope_index.flatten()).unflatten(-1, self.rope_index.shape)
+
+    def _window(self) -> int | None:
+        """The layer's sliding window: its own where the family sets one by layer, else the config's."""
+        missing = object()
+        own = getattr(self, "sliding_window", missing)
+        return getattr(self.config, "sliding_window", None) if own is missing else own
+
+    @property
+    def _dropout(self) -> float:
+        own = getattr(self, "attention_dropout", None)
+        return getattr(self, "dropout", 0.0) if own is None else own
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor, pairs: int) -> Tensor:
+    first, second, plain = states.split([pairs, pairs, states.shape[-1] - 2 * pairs], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1)
+
+
+def _needs_equal_dims(implementation: str, n_queries: int) -> bool:
+    """Whether query/key and value dims must agree: always for flash kernels; for SDPA when it is faster.
+
+    With unequal dims SDPA falls to its unfused path, which costs several times more in prefill; when decoding one
+    token, that path is the faster one and padding would copy the cache.
+    """
+    if implementation == "sdpa":
+        return n_queries > 1
+    return implementation != "eager"
+
+
+def _pad_to_equal_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    missing = value.shape[-1] - key.shape[-1]
+    if missing > 0:
+        return nn.functional.pad(query, (0, missing)), nn.functional.pad(key, (0, missing)), value
+    return query, key, nn.functional.pad(value, (0, -missing))
+
+
+class CompressedModel:
+    """Mixin in front of a stock model class: builds the stock skeleton, then shrinks its projections."""
+
+    _stock: type
+
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        """Build the model that `config.modegpt` describes; inside `from_pretrained` this happens on the meta device."""
+        super().__init__(config, *args, **kwargs)
+        description = config.modegpt
+        check_version(description)
+        layers = decoder_layers(self, description["architecture"])
+        for block, layer in zip(layers, description["layers"], strict=True):
+            shrink_block(block, description["architecture"], layer, config)
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Save as stock models do, with this file beside the weights so that the folder loads on its own."""
+        self.config.auto_map = auto_map(self.config)
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            target = Path(save_directory) / "modeling_modegpt.py"
+            if not (target.exists() and target.samefile(__file__)):
+                shutil.copyfile(__file__, target)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        # The stock check reads the source file of the class, and this file holds no stock attention.
+        return cls._stock._can_set_attn_implementation()
+
+    def _get_static_cache_init_shape(self) -> None:
+        # Layers differ in head dims and keys differ from values: let the cache take its shapes from the first update.
+        return None
+
+
+def check_version(description: dict[str, Any]) -> None:
+    """Refuse a checkpoint that a later, incompatible version of the format wrote."""
+    if description["version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"this checkpoint has modegpt format version {description['version']}, and this code reads up to "
+            f"{FORMAT_VERSION}: load it with trust_remote_code=True, or upgrade modegpt"
+        )
+
+
+def decoder_layers(model: PreTrainedModel, architecture: dict[str, Any]) -> nn.ModuleList:
+    """Return the list of decoder blocks of a causal language model or of its base model."""
+    return model.base_model.get_submodule(architecture["layers"])
+
+
+def shrink_block(
+    block: nn.Module, architecture: dict[str, Any], layer: dict[str, int], config: PreTrainedConfig
+) -> None:
+    """Narrow the projections of one stock decoder block in place, keeping the leading rows and columns of its weights.
+
+    Args:
+        block: the block, on any device.
+        architecture: names and layout of the family, as stored under `modegpt.architecture`.
+        layer: `rope_pairs`, `qk_plain`, `value_dim` and `mlp_width` of this layer.
+        config: the model's config; only its head counts are read.
+    """
+    n_heads = config.num_attention_heads
+    n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
+    attention = block.get_submodule(architecture["attention"])
+    qk_dim = 2 * layer["rope_pairs"] + layer["qk_plain"]
+    names = {name: architecture[name] for name in ("query", "key", "value", "output", "scale_query")}
+    resize(attention.get_submodule(names["query"]), rows=n_heads * qk_dim)
+    resize(attention.get_submodule(names["key"]), rows=n_kv_heads * qk_dim)
+    resize(attention.get_submodule(names["value"]), rows=n_kv_heads * layer["value_dim"])
+    resize(attention.get_submodule(names["output"]), columns=n_heads * layer["value_dim"])
+    for name in architecture["up"]:
+        resize(block.get_submodule(name), rows=layer["mlp_width"])
+    resize(block.get_submodule(architecture["down"]), columns=layer["mlp_width"])
+
+    attention.__class__ = compressed_attention_class(type(attention))
+    attention._names, attention._n_kv_heads = names, n_kv_heads
+    attention._qk_dim, attention._rope_pairs = qk_dim, layer["rope_pairs"]
+    if layer["rope_pairs"]:
+        device = attention.get_submodule(names["query"]).weight.device
+        index = torch.arange(layer["rope_pairs"], device=device).repeat(n_kv_heads, 1)
+        attention.register_buffer("rope_index", index)
+
+
+def resize(linear: nn.Module, rows: int | None = None, columns: int | None = None) -> None:
+    """Keep the first `rows` outputs and `columns` inputs of a linear layer, in place and in its own class."""
+    weight = linear.weight[:rows, :columns]
+    if weight.shape == linear.weight.shape:
+        return
+    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=linear.weight.requires_grad)
+    linear.out_features, linear.in_features = weight.shape
+    if linear.bias is not None and rows is not None:
+        linear.bias = nn.Parameter(linear.bias[:rows].detach().clone(), requires_grad=linear.bias.requires_grad)
+
+
+@functools.cache
+def compressed_attention_class(stock: type) -> type:
+    """Return the subclass of a stock attention class that carries `CompressedAttention.forward`."""
+    members = {
+        "__module__": __name__,
+        "__doc__": stock.__doc__,
+        # Found here, once: a family's own eager attention (soft capping, say) serves the compressed heads too.
+        "_eager": staticmethod(sys.modules[stock.__module__].eager_attention_forward),
+    }
+    return type(PREFIX + stock.__name__, (CompressedAttention, stock), members)
+
+
+@functools.cache
+def compressed_class(stock_name: str) -> type:
+    """Make the compressed counterpart of a transformers class: a config, or a model of any head.
+
+    Args:
+        stock_name: for example `LlamaConfig` or `LlamaForCausalLM`.
+    """
+    stock = getattr(transformers, stock_name)
+    members: dict[str, Any] = {"__module__": __name__, "__qualname__": PREFIX + stock_name, "__doc__": stock.__doc__}
+    if issubclass(stock, PreTrainedConfig):
+        # The plans shard by whole heads of equal size, which is not what these layers have.
+        plans = {"base_model_tp_plan": None, "base_model_pp_plan": None, "base_model_fsdp_plan": None}
+        return type(PREFIX + stock_name, (stock,), members | plans | {"model_type": MODEL_TYPE_PREFIX + stock.model_type})
+    members |= {"_stock": stock, "config_class": compressed_class(stock.config_class.__name__)}
+    return type(PREFIX + stock_name, (CompressedModel, stock), members)
+
+
+def auto_map(config: PreTrainedConfig) -> dict[str, str]:
+    """Return the `auto_map` entries by which transformers finds the classes of this file in a checkpoint."""
+    module = "modeling_modegpt"
+    stock = config.modegpt["architecture"]["name"]
+    heads = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    return {auto: f"{module}.{PREFIX}{stock}{suffix}" for auto, suffix in heads.items()}
+
+
+def __getattr__(name: str) -> type:
+    """Make `Modegpt<StockName>` on first use."""
+    if name.startswith(PREFIX) and hasattr(transformers, name.removeprefix(PREFIX)):
+        return compressed_class(name.removeprefix(PREFIX))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
