@@ -44,6 +44,9 @@ class CompressionConfig:
     batch_size: int | None = None
     """Sequences run through a block at once; by default about 4096 tokens."""
 
+    max_host_memory: int | None = None
+    """Bytes of hidden states to keep in memory; what is above goes to disk. None for no limit."""
+
     def __post_init__(self) -> None:
         """Check every field.
 
@@ -58,7 +61,7 @@ class CompressionConfig:
             raise InputError(f"temperature {self.temperature} is not a positive number")
         if not (math.isfinite(self.ridge) and self.ridge > 0):
             raise InputError(f"ridge {self.ridge} is not a positive number")
-        for name in ("samples", "seq_len", "batch_size"):
+        for name in ("samples", "seq_len", "batch_size", "max_host_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} {value} is not a positive whole number")

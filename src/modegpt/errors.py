@@ -23,3 +23,7 @@ class MissingExtraError(InputError):
 
 class NumericalError(ModegptError, ArithmeticError):
     """NaN, infinity or an indefinite matrix; the message names the layer and the matrix. Exit code 1."""
+
+
+class WriteError(ModegptError):
+    """The disk refused a file; what was finished before is kept, and the message says how to go on. Exit code 1."""

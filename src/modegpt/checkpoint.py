@@ -1,0 +1,66 @@
+"""The compressed checkpoint: its config, its files, and putting a model together in memory."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from . import modeling_modegpt
+from .architectures import Architecture
+from .errors import InputError
+from .modeling_modegpt import FORMAT_VERSION, PREFIX, auto_map, compressed_class
+
+REPORT_NAME = "report.json"
+MODELING_FILE = "modeling_modegpt.py"
+
+
+def compressed_config(
+    dense: PreTrainedConfig, architecture: Architecture, layers: list[dict[str, int]]
+) -> PreTrainedConfig:
+    """Return the compressed model's config: the dense fields, and the key `modegpt`.
+
+    Args:
+        dense: the dense model's config.
+        architecture: its family; written into the key so that the checkpoint describes itself.
+        layers: for each layer `rope_pairs`, `qk_plain`, `value_dim` and `mlp_width`.
+    """
+    fields = dense.to_dict()
+    for stale in ("model_type", "architectures", "auto_map", "quantization_config", "_name_or_path"):
+        fields.pop(stale, None)
+    config = compressed_class(f"{architecture.name}Config").from_dict(fields)  # pyright: ignore[reportAttributeAccessIssue]
+    config.modegpt = {"version": FORMAT_VERSION, "architecture": architecture.describe(), "layers": layers}
+    config.architectures = [f"{PREFIX}{architecture.name}ForCausalLM"]
+    config.auto_map = auto_map(config)
+    return config
+
+
+def build(config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
+    """Put a compressed causal language model together from its config and its tensors, which it takes over."""
+    stock = config.modegpt["architecture"]["name"]  # pyright: ignore[reportAttributeAccessIssue]
+    model_class = compressed_class(f"{stock}ForCausalLM")
+    return model_class.from_pretrained(None, config=config, state_dict=state, dtype=config.dtype).eval()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def check_output(out: str | Path, overwrite: bool) -> None:
+    """Raise `InputError` if `out` exists and may not be replaced, or is no folder."""
+    path = Path(out)
+    if path.is_file():
+        raise InputError(f"output '{out}' is a file; give a folder name")
+    if path.exists() and not overwrite:
+        raise InputError(f"output folder '{out}' exists; choose another, or add --overwrite to replace it")
+
+
+def modeling_source() -> bytes:
+    """Return the modeling file that is shipped inside a checkpoint."""
+    return Path(modeling_modegpt.__file__).read_bytes()
+
+
+def write_json(data: dict[str, Any], path: str | Path) -> None:
+    """Write JSON through a temporary file beside `path`, so that a reader never sees half of it."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path)  # noqa: PTH105 - Path.replace is the same call; this one says it is atomic

@@ -1,0 +1,366 @@
+"""The run: blocks in order, each decomposed on what the blocks before it, already compressed, produce.
+
+This is the only orchestrator; it reads like the paper's algorithm (Lin et al., ICLR 2025, Algorithms 1 to 3 and
+Section 3.3).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .allocation import Allocation, LayerSizes, allocate
+from .blocks import Calibration, run_block
+from .checkpoint import build, check_output, compressed_config
+from .config import CompressionConfig
+from .distributed import Team, join_team
+from .errors import NumericalError
+from .hidden_states import HiddenStates
+from .importance import InfluenceMeter
+from .modeling_modegpt import shrink_block
+from .models import resolve_device
+from .moments import BlockMoments, record_moments
+from .partial import PartialCheckpoint, finished_report
+from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
+from .report import Stopwatch, peak_gpu_memory_bytes, peak_memory_bytes, protocol
+from .surgery import BlockOutcome, compress_block
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage (`scores` or `compress`), the blocks done, and the blocks in all."""
+
+
+def compress(
+    model: PreTrainedModel | str | Path,
+    calibration: str | Path | Tensor,
+    config: CompressionConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """Compress a causal language model without training.
+
+    Args:
+        model: a dense model in memory (left as it is), or a hub name, folder or `.gguf` file.
+        calibration: a known data set, a text file, `python-docs`, or `(samples, seq_len)` token ids.
+        config: the settings; the paper's protocol by default.
+        tokenizer: needed when `model` is in memory and `calibration` is text; saved with the result.
+        out: folder to write the checkpoint and `report.json` to; None to write nothing.
+        overwrite: whether an existing `out` is replaced.
+        resume: whether to continue a run that was interrupted.
+        progress: called after each block.
+
+    Returns:
+        The compressed model, on the CPU, in evaluation mode, with the run's report as `modegpt_report`.
+
+    Raises:
+        InputError: the call is wrong; nothing was loaded or written.
+        NumericalError: NaN, infinity or an indefinite moment; names the layer and the matrix.
+    """
+    if out is not None:
+        report = compress_to_folder(
+            model, calibration, out, config, tokenizer=tokenizer, overwrite=overwrite, resume=resume, progress=progress
+        )
+        compressed = AutoModelForCausalLM.from_pretrained(out)
+    else:
+        run = _prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
+        state, report = run.in_memory()
+        compressed = build(run.compressed_config([layer["shape"] for layer in report["layers"]]), state)
+        if run.source.generation_config is not None:
+            compressed.generation_config = run.source.generation_config
+    compressed.modegpt_report = report
+    return compressed
+
+
+def compress_to_folder(
+    model: PreTrainedModel | str | Path,
+    calibration: str | Path | Tensor,
+    out: str | Path,
+    config: CompressionConfig | None = None,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Compress into a folder without ever holding the result: memory for one block, its moments, the hidden states.
+
+    Every finished layer is on disk at once; a run that was interrupted goes on with `resume`, to the same bytes.
+    Arguments and errors as for `compress`.
+
+    Returns:
+        The run's report, as in `report.json`.
+    """
+    out = Path(out)
+    if not resume:
+        check_output(out, overwrite)
+    run = _prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
+    identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype)
+    if resume and (finished := finished_report(out, identity)) is not None:
+        return finished
+    check_output(out, overwrite)
+    return run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
+
+
+def _prepare(
+    model: PreTrainedModel | str | Path,
+    calibration: str | Path | Tensor,
+    config: CompressionConfig,
+    tokenizer: Any,
+    progress: Progress | None,
+) -> "_Run":
+    device = resolve_device(config.device)
+    team = join_team(device)
+    watch = Stopwatch(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    model = model if isinstance(model, PreTrainedModel) else str(model)
+    with watch.stage("text"):
+        text = open_text(calibration, config, model, tokenizer)
+    with watch.stage("load"):
+        source = open_source(model, device)
+    sizes = [layer_sizes(block, source.architecture, source.dims) for block in source.blocks.layers]
+    return _Run(source, text, config, sizes, device, team, watch, progress if team.is_main else None)
+
+
+@dataclass
+class _Run:
+    """One run: what every pass over the blocks needs."""
+
+    source: Source
+    text: Text
+    config: CompressionConfig
+    sizes: list[LayerSizes]
+    device: torch.device
+    team: Team
+    watch: Stopwatch
+    progress: Progress | None
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        return output_dtype(self.config, self.source)
+
+    def in_memory(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Run, and return all tensors of the compressed model and the report."""
+        state: dict[str, Tensor] = {}
+        prefix = self._prefix()
+
+        def keep(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
+            state.update({f"{prefix}.{index}.{name}": tensor for name, tensor in tensors.items()})
+
+        scores = self.scores() if self.config.allocation != "uniform" else None
+        allocation = self.allocate(scores)
+        outcomes = self.compress_blocks(allocation, lambda index: None, keep)
+        state |= self._other_tensors()
+        return state, self.report(allocation, scores, outcomes)
+
+    def to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
+        """Run, writing each layer as it is done, and return the report. Only the main process has a `partial`."""
+        try:
+            return self._to_folder(partial)
+        except NumericalError:
+            if partial is not None:
+                partial.discard()
+            raise
+
+    def _to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
+        scores = None
+        if self.config.allocation != "uniform":
+            scores = self.team.agree(partial.read_scores() if partial else None)
+            if scores is None:
+                scores = self.scores()
+                if partial:
+                    partial.write_scores(scores)
+        allocation = self.allocate(scores)
+        prefix = self._prefix()
+        n_finished = self.team.agree(partial.finished_layers() if partial else 0)
+
+        def read(index: int) -> tuple[dict[str, Tensor], BlockOutcome] | None:
+            if index >= n_finished:
+                return None
+            return self.team.agree(partial.read_layer(index) if partial else None)
+
+        def write(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
+            if partial is not None:
+                named = {f"{prefix}.{index}.{name}": tensor for name, tensor in tensors.items()}
+                with self.watch.stage("write"):
+                    partial.write_layer(index, named, outcome)
+
+        outcomes = self.compress_blocks(allocation, read, write)
+        if partial is None:
+            return self.report(allocation, scores, outcomes)
+        with self.watch.stage("write"):
+            other = self._other_tensors()
+        report = self.report(allocation, scores, outcomes)
+        config = self.compressed_config([outcome.layer for outcome in outcomes])
+        partial.finish(other, len(outcomes), config, self.source.generation_config, self.text.tokenizer, report)
+        return report
+
+    def scores(self) -> Tensor:
+        """Block Influence of every layer of the dense model, from one pass."""
+        calibration = self._embed()
+        meter = InfluenceMeter(self.source.dims.n_layers)
+        for index in range(self.source.dims.n_layers):
+            with self.watch.stage("load"):
+                block = self.source.blocks.peek(index, self.device)
+            with self.watch.stage("scores"):
+                self._advance(block, index, calibration, lambda x, y, i=index: meter.update(i, x, y))
+            self._tell("scores", index + 1)
+        self.team.sum_meter(meter)
+        return meter.scores()
+
+    def allocate(self, scores: Tensor | None) -> Allocation:
+        """Turn scores into ranks under the budget."""
+        return allocate(
+            self.config.allocation,
+            self.sizes,
+            self.config.sparsity,
+            self.config.modules,
+            scores=scores,
+            temperature=self.config.temperature,
+            max_sparsity=self.config.max_sparsity,
+        )
+
+    def compress_blocks(
+        self,
+        allocation: Allocation,
+        read: Callable[[int], tuple[dict[str, Tensor], BlockOutcome] | None],
+        keep: Callable[[int, dict[str, Tensor], BlockOutcome], None],
+    ) -> list[BlockOutcome]:
+        """Compress every block in order and return what was done to each.
+
+        Args:
+            allocation: the ranks.
+            read: gives a layer that an earlier try finished, or None.
+            keep: takes the tensors of a layer that is done.
+        """
+        calibration = self._embed()
+        outcomes: list[BlockOutcome] = []
+        for index in range(self.source.dims.n_layers):
+            if (finished := read(index)) is not None:
+                tensors, outcome = finished
+                block = self._restore(index, tensors, outcome)
+            else:
+                block, outcome = self._compress_block(index, calibration, allocation.ranks[index])
+                tensors = _rounded(block, self.out_dtype)
+                keep(index, tensors, outcome)
+            outcomes.append(outcome)
+            with self.watch.stage("forward"):
+                self._advance(block, index, calibration)
+            del block, tensors, finished
+            self._tell("compress", index + 1)
+        return outcomes
+
+    def _compress_block(
+        self, index: int, calibration: Calibration, ranks: dict[str, int]
+    ) -> tuple[nn.Module, BlockOutcome]:
+        source = self.source
+        with self.watch.stage("load"):
+            block = source.blocks.take(index, self.device)
+        moments = BlockMoments.zeros(source.dims, self.device)
+        with self.watch.stage("moments"), record_moments(block, source.architecture, moments):
+            for _ in run_block(block, index, calibration, self.device):
+                pass
+        self.team.sum_moments(moments)
+        moments.check_finite(index)
+        with self.watch.stage("decompose"):
+            outcome = compress_block(
+                block, source.architecture, source.dims, moments, ranks, self.config, source.config, index
+            )
+        return block, outcome
+
+    def _restore(self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> nn.Module:
+        """Rebuild a finished block from its tensors."""
+        source = self.source
+        block = source.blocks.blank(index, self.device)
+        shrink_block(block, source.architecture.describe(), outcome.layer, source.config)
+        prefix = f"{self._prefix()}.{index}."
+        block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+        return block
+
+    def _embed(self) -> Calibration:
+        with self.watch.stage("embed"):
+            hidden = HiddenStates(self.config.max_host_memory)
+            return self.source.blocks.embed(self.team.share(self.text.windows), self.config.batch_size, hidden)
+
+    def _advance(self, block: nn.Module, index: int, calibration: Calibration, on_batch: Any = None) -> None:
+        """Replace the hidden states by the block's outputs."""
+        for batch, output in enumerate(run_block(block, index, calibration, self.device, on_batch)):
+            calibration.hidden[batch] = output
+
+    def _prefix(self) -> str:
+        return self.source.blocks.prefix
+
+    def _other_tensors(self) -> dict[str, Tensor]:
+        other = self.source.blocks.other_tensors()
+        return {
+            name: tensor.to(self.out_dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+            for name, tensor in other.items()
+        }
+
+    def compressed_config(self, layers: list[dict[str, int]]) -> Any:
+        """Return the config of the result."""
+        config = compressed_config(self.source.config, self.source.architecture, layers)
+        config.dtype = self.out_dtype
+        return config
+
+    def report(self, allocation: Allocation, scores: Tensor | None, outcomes: list[BlockOutcome]) -> dict[str, Any]:
+        """Return the run's report; its keys are documented in docs/json-output.md."""
+        config, source = self.config, self.source
+        n_parameters = sum(parameter.numel() for parameter in source.blocks.model.parameters())
+        removed = sum(
+            (size.full[name] - ranks[name]) * size.cost[name]
+            for size, ranks in zip(self.sizes, allocation.ranks, strict=True)
+            for name in ranks
+        )
+        return {
+            "model": source.name,
+            "architecture": source.architecture.model_type,
+            "calibration": self.text.about,
+            "config": config.as_dict(),
+            "sparsity": {
+                "requested": config.sparsity,
+                "blocks": removed / sum(size.total for size in self.sizes),
+                "total": removed / n_parameters,
+            },
+            "parameters": {"dense": n_parameters, "compressed": n_parameters - removed},
+            "allocation": {
+                "rule": config.allocation,
+                "temperature": allocation.temperature,
+                "scores": None if scores is None else scores.tolist(),
+            },
+            "layers": [
+                {"sparsity": sparsity, "ranks": ranks, "error": outcome.error, "shape": outcome.layer}
+                for sparsity, ranks, outcome in zip(allocation.sparsities, allocation.ranks, outcomes, strict=True)
+            ],
+            "warnings": source.notes + allocation.warnings + [note for o in outcomes for note in o.repairs],
+            **protocol(),
+            "processes": self.team.size,
+            "seconds": self.watch.seconds(),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_gpu_memory_bytes": peak_gpu_memory_bytes(self.device),
+        }
+
+    def _tell(self, stage: str, done: int) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, self.source.dims.n_layers)
+
+
+@torch.no_grad()
+def _rounded(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the block's tensors in their final dtype, and round the block itself to it.
+
+    The next block must be calibrated on what the written weights produce, and so that a resumed run sees the same.
+    """
+    tensors = {}
+    for name, tensor in block.state_dict().items():
+        tensors[name] = tensor.to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu()
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor.copy_(tensors[name])
+    return tensors

@@ -1,0 +1,62 @@
+"""The hidden states between two blocks: on the host, and on disk once they outgrow a limit."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class HiddenStates:
+    """A list of `(batch, tokens, d_model)` tensors, the first of them in memory and the rest in files.
+
+    Args:
+        max_bytes: memory the tensors may take; None for no limit.
+        folder: where the files go; by default the system's temporary folder. They vanish with this object.
+    """
+
+    def __init__(self, max_bytes: int | None = None, folder: Path | None = None) -> None:
+        """Start empty."""
+        self._max_bytes = max_bytes
+        self._folder = folder
+        self._spill: tempfile.TemporaryDirectory[str] | None = None
+        self._bytes = 0
+        self._items: list[Tensor | tuple[Path, torch.dtype, torch.Size]] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def spilled(self) -> int:
+        """How many batches are on disk."""
+        return sum(not isinstance(item, Tensor) for item in self._items)
+
+    def append(self, states: Tensor) -> None:
+        """Add a batch, in memory if it still fits under the limit."""
+        size = states.numel() * states.element_size()
+        if self._max_bytes is None or self._bytes + size <= self._max_bytes:
+            self._bytes += size
+            self._items.append(states.to("cpu", copy=True))
+            return
+        if self._spill is None:
+            self._spill = tempfile.TemporaryDirectory(prefix="modegpt-hidden-", dir=self._folder)
+        self._items.append((Path(self._spill.name) / str(len(self)), states.dtype, states.shape))
+        self[len(self) - 1] = states
+
+    def __setitem__(self, index: int, states: Tensor) -> None:
+        """Replace a batch by one of the same shape and dtype, where it is."""
+        item = self._items[index]
+        if isinstance(item, Tensor):
+            item.copy_(states)
+        else:
+            states.cpu().contiguous().view(torch.uint8).numpy().tofile(item[0])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for item in self._items:
+            if isinstance(item, Tensor):
+                yield item
+            else:
+                path, dtype, shape = item
+                data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+                yield data.view(dtype).view(shape)

@@ -1,0 +1,153 @@
+"""Opens what a user calls MODEL: a hub name, a local folder, or a `.gguf` file; dense or compressed."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from .architectures import Architecture, architecture_of
+from .errors import InputError, MissingExtraError
+
+HUB_ERRORS = (OSError, ValueError)
+"""What transformers raises for a name it cannot resolve, a broken file or a missing network."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device that `auto`, `cpu`, `cuda` or `cuda:1` means here.
+
+    Raises:
+        InputError: it is malformed, or there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise InputError(f"device '{name}' is unknown; give auto, cpu, cuda or cuda:N") from problem
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device '{name}' is not here: torch sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Return the dtype to run a model in: the stored one on a GPU, float32 on a CPU, where half precision crawls."""
+    return torch.float32 if device.type == "cpu" else stored
+
+
+def _where(name: str) -> tuple[str, dict[str, Any]]:
+    """Split a MODEL into the path or hub name and the arguments that transformers' `from_pretrained` needs."""
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"model file '{name}' does not exist; give a .gguf file, a model folder or a hub name")
+        if importlib.util.find_spec("gguf") is None:
+            raise MissingExtraError("opening a .gguf file", "gguf", "gguf")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise InputError(f"model folder '{name}' has no config.json; give a folder that save_pretrained wrote")
+    if path.is_file():
+        raise InputError(f"model '{name}' is a file; give a model folder, a .gguf file or a hub name")
+    return name, {}
+
+
+def local_folder(name: str) -> Path | None:
+    """Return the folder that holds a model's files: a local folder, or the hub's cache of it; None for a `.gguf` file."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        return None
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except (OSError, ValueError, HfHubHTTPError) as problem:
+        raise InputError(f"model '{name}' cannot be fetched: {_first_line(problem)}") from problem
+
+
+def open_config(name: str) -> PreTrainedConfig:
+    """Read a model's config, and nothing else of it.
+
+    Raises:
+        InputError: there is no such model, or its config cannot be read.
+    """
+    location, arguments = _where(name)
+    try:
+        return AutoConfig.from_pretrained(location, **arguments)
+    except HUB_ERRORS as problem:
+        raise InputError(f"model '{name}' cannot be opened: {_first_line(problem)}") from problem
+
+
+def check_model(name: str) -> tuple[PreTrainedConfig, Architecture]:
+    """Return the config and architecture of a model that can be compressed.
+
+    Raises:
+        InputError: it cannot be read, is already compressed, or is of an unsupported family.
+    """
+    config = open_config(name)
+    return config, architecture_of(config)
+
+
+def has_tokenizer(name: str) -> bool:
+    """Whether a local folder holds a tokenizer; hub names and `.gguf` files are taken to have one."""
+    path = Path(name)
+    return not path.is_dir() or any((path / file).is_file() for file in TOKENIZER_FILES)
+
+
+def open_tokenizer(name: str) -> Any:
+    """Open a model's tokenizer.
+
+    Raises:
+        InputError: there is none, or it cannot be read.
+    """
+    location, arguments = _where(name)
+    if not has_tokenizer(name):
+        # transformers would make up an empty tokenizer for some families.
+        raise InputError(f"model folder '{name}' has no tokenizer; save the tokenizer beside the model")
+    try:
+        return AutoTokenizer.from_pretrained(location, **arguments)
+    except HUB_ERRORS as problem:
+        raise InputError(f"the tokenizer of '{name}' cannot be opened: {_first_line(problem)}") from problem
+
+
+def open_model(
+    name: str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Load a dense or compressed causal language model in evaluation mode.
+
+    Args:
+        name: hub name, folder or `.gguf` file (whose quantized weights are unpacked).
+        dtype: of the weights in memory; `auto` keeps the stored one, float32 on a CPU.
+        device: where to put the model.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    location, arguments = _where(name)
+    device = torch.device(device)
+    if arguments:
+        from transformers import GgufConfig
+
+        arguments["quantization_config"] = GgufConfig(dequantize=True)
+    if dtype == "auto":
+        stored = getattr(open_config(name), "dtype", None) or torch.float32
+        dtype = compute_dtype(device, stored)
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **arguments)
+    except HUB_ERRORS as problem:
+        raise InputError(f"model '{name}' cannot be loaded: {_first_line(problem)}") from problem
+    finally:
+        if bars:
+            transformers_logging.enable_progress_bar()
+    return model.to(device).eval()
+
+
+def _first_line(problem: Exception) -> str:
+    lines = str(problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__

@@ -1,0 +1,226 @@
+"""An unfinished checkpoint: each compressed layer is on disk as soon as it is done, and the run can go on from there.
+
+Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json`, `layers/00000.safetensors` ... (a layer's
+tensors, its outcome in the metadata) and `model/` (the final folder in the making). Every file appears by a rename, and
+`model/` becomes `<out>` by one.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+
+from .checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, write_json
+from .errors import InputError, WriteError
+from .safetensors_merge import Entry, merge, read_header
+from .surgery import BlockOutcome
+
+MAX_FILE_BYTES = 50 * 10**9
+"""Above this a checkpoint stays in one file a layer, as transformers would split it too."""
+
+
+class PartialCheckpoint:
+    """Layer files on the way to a checkpoint.
+
+    Args:
+        out: the final folder.
+        fingerprint: everything that decides the result, by field.
+        resume: continue what `<out>.partial` holds; it must have the same fingerprint.
+        overwrite: discard an unfinished run, and replace an existing `out` at the end.
+    """
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        """Open or create the folder.
+
+        Raises:
+            InputError: an unfinished run is there and neither `resume` nor `overwrite` is set, or it is another run.
+        """
+        self.out, self.fingerprint, self.overwrite = out, fingerprint, overwrite
+        self.folder = out.with_name(out.name + ".partial")
+        self._layers = self.folder / "layers"
+        identity = self.folder / "fingerprint.json"
+        if identity.is_file() and resume:
+            check_fingerprint(json.loads(identity.read_text(encoding="utf-8")), fingerprint, self.folder)
+            return
+        if identity.is_file() and not overwrite:
+            raise InputError(
+                f"'{self.folder}' holds an unfinished run: continue it with --resume, or discard it with --overwrite"
+            )
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._layers.mkdir(parents=True)
+        write_json(fingerprint, identity)
+
+    def discard(self) -> None:
+        """Remove everything: the run has failed in a way that going on would not mend."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def finished_layers(self) -> int:
+        """Return how many layers, from the first, are complete on disk."""
+        count = 0
+        while self._readable(self._file(count)):
+            count += 1
+        return count
+
+    def write_layer(self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
+        """Put a layer on disk: written, flushed to the device, then renamed."""
+        metadata = {"outcome": json.dumps(vars(outcome))}
+        path = self._file(index)
+        temporary = path.with_suffix(".tmp")
+        with self._refusals_explained(f"layer {index}"):
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
+            _flush(temporary)
+            temporary.replace(path)
+
+    def read_layer(self, index: int) -> tuple[dict[str, Tensor], BlockOutcome]:
+        """Read a finished layer back."""
+        with safe_open(self._file(index), framework="pt") as file:
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
+            return tensors, BlockOutcome(**json.loads(file.metadata()["outcome"]))
+
+    def read_scores(self) -> Tensor | None:
+        """Return the importance scores an earlier try computed, if it got so far."""
+        path = self.folder / "scores.json"
+        if not path.is_file():
+            return None
+        return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["scores"], dtype=torch.float64)
+
+    def write_scores(self, scores: Tensor) -> None:
+        """Keep the importance scores."""
+        write_json({"scores": scores.tolist()}, self.folder / "scores.json")
+
+    def finish(
+        self,
+        other: dict[str, Tensor],
+        n_layers: int,
+        config: PreTrainedConfig,
+        generation_config: GenerationConfig | None,
+        tokenizer: Any,
+        report: dict[str, Any],
+    ) -> None:
+        """Put the final folder together and give it its name.
+
+        Args:
+            other: the tensors outside the blocks, in their final dtype.
+            n_layers: layers in the model; all are on disk.
+            config: the compressed model's.
+            generation_config: the dense model's.
+            tokenizer: saved beside the weights; None for none.
+            report: the run's report, saved as `report.json`.
+        """
+        with self._refusals_explained("the checkpoint"):
+            self._write_model(other, n_layers, config, generation_config, tokenizer, report)
+            self._publish()
+
+    def _write_model(
+        self,
+        other: dict[str, Tensor],
+        n_layers: int,
+        config: PreTrainedConfig,
+        generation_config: GenerationConfig | None,
+        tokenizer: Any,
+        report: dict[str, Any],
+    ) -> None:
+        model = self.folder / "model"
+        shutil.rmtree(model, ignore_errors=True)
+        model.mkdir()
+        rest = self.folder / "rest.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in other.items()}, rest, {"format": "pt"})
+        self._write_weights([rest, *(self._file(index) for index in range(n_layers))], model)
+        config.save_pretrained(model)
+        if generation_config is not None:
+            generation_config.save_pretrained(model)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(model)
+        (model / MODELING_FILE).write_bytes(modeling_source())
+        write_json({**report, "fingerprint": self.fingerprint}, model / REPORT_NAME)
+        for file in model.iterdir():
+            if file.is_file():
+                _flush(file)
+
+    def _publish(self) -> None:
+        """Give the finished folder its name; an existing one stays whole until then."""
+        model = self.folder / "model"
+        if self.out.exists():
+            previous = self.out.with_name(self.out.name + ".previous")
+            shutil.rmtree(previous, ignore_errors=True)
+            self.out.rename(previous)
+            model.rename(self.out)
+            shutil.rmtree(previous)
+        else:
+            model.rename(self.out)
+        shutil.rmtree(self.folder)
+
+    def _write_weights(self, files: list[Path], target: Path) -> None:
+        entries: dict[str, Entry] = {}
+        for file in files:
+            entries |= read_header(file)[0]
+        total = sum(entry.size for entry in entries.values())
+        if total <= MAX_FILE_BYTES:
+            merge(entries, target / "model.safetensors")
+            return
+        names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
+        for file, name in names.items():
+            os.link(file, target / name)
+        weight_map = {name: names[entry.path] for name, entry in sorted(entries.items())}
+        write_json(
+            {"metadata": {"total_size": total}, "weight_map": weight_map}, target / "model.safetensors.index.json"
+        )
+
+    @contextmanager
+    def _refusals_explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as problem:
+            raise WriteError(
+                f"{what} could not be written to '{self.folder}': {problem}; "
+                "finished layers are kept: make room, then go on with --resume"
+            ) from problem
+
+    def _file(self, index: int) -> Path:
+        return self._layers / f"{index:05d}.safetensors"
+
+    @staticmethod
+    def _readable(path: Path) -> bool:
+        try:
+            read_header(path)
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+def check_fingerprint(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
+    """Raise `InputError` naming the first field in which an unfinished run differs from the one asked for."""
+    for name in sorted(found.keys() | wanted.keys()):
+        if found.get(name) != wanted.get(name):
+            raise InputError(
+                f"'{where}' holds another run: its {name} is {_short(found.get(name))}, and {_short(wanted.get(name))} "
+                "was asked for; give the same settings, or discard it with --overwrite"
+            )
+
+
+def finished_report(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the report in `out` if it is the finished result of the same run, else None."""
+    path = out / REPORT_NAME
+    if not path.is_file():
+        return None
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return report if report.get("fingerprint") == fingerprint else None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

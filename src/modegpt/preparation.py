@@ -1,0 +1,170 @@
+"""Everything a run settles before its first block: the text, the sizes, the dtypes, where blocks come from."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from .allocation import LayerSizes
+from .architectures import Architecture, Dimensions, architecture_of
+from .blocks import BlockSource, ModelBlocks
+from .calibration import check_source, draw_windows, load_text, tokenize
+from .config import CompressionConfig
+from .errors import InputError
+from .evaluate import check_window
+from .modeling_modegpt import decoder_layers
+from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer
+from .report import versions
+from .shards import ShardBlocks, fingerprint, skeleton, why_not_streamable
+
+
+@dataclass
+class Source:
+    """An opened dense model."""
+
+    name: str
+    config: Any
+    architecture: Architecture
+    dims: Dimensions
+    blocks: BlockSource
+    generation_config: GenerationConfig | None
+    identity: Any
+    """What distinguishes its weights from other weights."""
+    notes: list[str]
+
+
+@dataclass
+class Text:
+    """The calibration windows, and the tokenizer that made them."""
+
+    windows: Tensor
+    tokenizer: Any
+    about: dict[str, Any]
+
+
+def open_text(
+    calibration: str | Path | Tensor,
+    config: CompressionConfig,
+    model: PreTrainedModel | str,
+    tokenizer: Any,
+) -> Text:
+    """Return `(samples, seq_len)` windows, checking all that can be checked before the model is loaded.
+
+    Raises:
+        InputError: the model, the data or the window is unusable.
+    """
+    name = model if isinstance(model, str) else None
+    model_config = model.config if isinstance(model, PreTrainedModel) else check_model(model)[0]
+    architecture_of(model_config)
+    if isinstance(calibration, Tensor):
+        if calibration.ndim != 2 or calibration.is_floating_point():
+            raise InputError(
+                f"calibration has shape {tuple(calibration.shape)} and dtype {calibration.dtype}; "
+                "give (samples, seq_len) token ids, a data set or a file"
+            )
+        windows, data = calibration, "token ids"
+    else:
+        data = str(calibration)
+        check_source(data)
+    check_window(model_config, calibration.shape[1] if isinstance(calibration, Tensor) else config.seq_len)
+    wanted = not isinstance(calibration, Tensor)
+    if tokenizer is None and name is not None and (wanted or has_tokenizer(name)):
+        tokenizer = open_tokenizer(name)
+    if not isinstance(calibration, Tensor):
+        if tokenizer is None:
+            raise InputError("calibrating a model in memory on text needs its tokenizer: pass tokenizer=..., or token ids")
+        tokens = tokenize(load_text(data, "calibration"), tokenizer)
+        windows = draw_windows(tokens, config.samples, config.seq_len, config.sampling, config.seed, data)
+    about = {"data": data, "samples": len(windows), "seq_len": windows.shape[1], "tokens": windows.numel()}
+    return Text(windows, tokenizer, about)
+
+
+def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
+    """Open a dense model as a stream of blocks: from its shards where it can be, else loaded whole."""
+    if isinstance(model, PreTrainedModel):
+        config, name = model.config, getattr(model.config, "_name_or_path", "") or "in memory"
+        architecture = architecture_of(config)
+        blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
+        generation_config, identity, notes = model.generation_config, _checksum(model), []
+    else:
+        name = model
+        config, architecture = check_model(name)
+        dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
+        folder = local_folder(name)
+        obstacle = "only a folder of safetensors can be streamed"
+        if folder is not None:
+            empty = skeleton(config)
+            obstacle = why_not_streamable(folder, empty, decoder_layers(empty, architecture.describe()))
+        if folder is not None and obstacle is None:
+            blocks = ShardBlocks(folder, config, architecture, dtype, device)
+            generation_config = _generation_config(folder, blocks.model)
+            identity, notes = fingerprint(folder), []
+        else:
+            loaded = open_model(name, dtype)
+            blocks = ModelBlocks(loaded, architecture, consume=True)
+            generation_config, identity = loaded.generation_config, _checksum(loaded)
+            notes = [f"the model was loaded whole, not streamed: {obstacle}"]
+    dims = Dimensions.of(architecture, config)
+    return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)
+
+
+def run_fingerprint(source: Source, text: Text, config: CompressionConfig, out_dtype: torch.dtype) -> dict[str, Any]:
+    """Return everything that decides the result of a run, by field, as JSON values."""
+    settings = config.as_dict()
+    for irrelevant in ("device", "max_host_memory"):
+        settings.pop(irrelevant, None)
+    ids = hashlib.sha256(text.windows.to(torch.int64).contiguous().numpy().tobytes()).hexdigest()
+    return {
+        "model": source.identity,
+        "model config": hashlib.sha256(source.config.to_json_string(use_diff=False).encode()).hexdigest(),
+        "calibration tokens": ids,
+        "output dtype": str(out_dtype).removeprefix("torch."),
+        "versions": versions(),
+        **{f"setting {name}": value for name, value in settings.items()},
+    }
+
+
+def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
+    """Return the dtype of the written weights."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    return getattr(source.config, "dtype", None) or torch.float32
+
+
+def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:
+    """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
+
+    def per_output(linear: nn.Linear) -> int:
+        return linear.weight.shape[1] + (linear.bias is not None)
+
+    query, key, value, output = (architecture.projection(block, role) for role in ("query", "key", "value", "output"))
+    down = architecture.projection(block, "down")
+    return LayerSizes(
+        full={"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head},
+        cost={
+            "mlp": sum(per_output(up) for up in architecture.up_projections(block)) + down.weight.shape[0],
+            "qk": dims.n_heads * per_output(query) + dims.n_kv_heads * per_output(key),
+            "vo": dims.n_kv_heads * per_output(value) + dims.n_heads * output.weight.shape[0],
+        },
+        step={"mlp": 1, "qk": 2 if dims.rotary_dim else 1, "vo": 1},
+        total=sum(parameter.numel() for parameter in block.parameters()),
+    )
+
+
+def _checksum(model: PreTrainedModel) -> str:
+    """Identify the weights of a model in memory by the exact bits of each tensor's float64 sums."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        sums = (tensor.sum(dtype=torch.float64).item(), tensor.abs().sum(dtype=torch.float64).item())
+        digest.update(f"{name} {tuple(tensor.shape)} {sums[0].hex()} {sums[1].hex()}\n".encode())
+    return digest.hexdigest()
+
+
+def _generation_config(folder: Path, model: PreTrainedModel) -> GenerationConfig | None:
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return model.generation_config

@@ -1,0 +1,89 @@
+"""The run's report: what was asked, what came out, on what machine."""
+
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+import torch
+
+PACKAGES = ("modegpt", "torch", "transformers", "safetensors", "tokenizers")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a result."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "unknown"
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine in the terms that matter for speed."""
+    about: dict[str, Any] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        about["gpu"] = torch.cuda.get_device_name()
+    return about
+
+
+def protocol() -> dict[str, Any]:
+    """Return what must stand beside any figure: command, versions and machine."""
+    return {"command": " ".join(sys.argv), "versions": versions(), "machine": machine()}
+
+
+def peak_memory_bytes() -> int:
+    """Return the largest resident size of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def peak_gpu_memory_bytes(device: torch.device) -> int | None:
+    """Return the most memory that tensors held on a CUDA device, in bytes; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+class Stopwatch:
+    """Adds up wall-clock seconds by stage."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start the total; CUDA work is waited for at the end of each stage."""
+        self._device = device
+        self._start = time.perf_counter()
+        self._stages: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time inside the context to the stage `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each stage and, under `total`, of the whole run."""
+        stages = {name: round(value, 3) for name, value in self._stages.items()}
+        return {"total": round(time.perf_counter() - self._start, 3), **stages}
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:  # noqa: PTH123
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"

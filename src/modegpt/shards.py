@@ -1,0 +1,176 @@
+"""Blocks straight from the safetensors shards of a checkpoint: only what is in use is ever in memory."""
+
+import copy
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from .architectures import Architecture
+from .blocks import Calibration, check_weights, layers_prefix, required_tensors, run_identity_blocks
+from .errors import InputError
+from .hidden_states import HiddenStates
+from .modeling_modegpt import decoder_layers
+from .safetensors_merge import read_header
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint folder, empty if it has none.
+
+    Raises:
+        InputError: the index names a file that is missing, or a file is truncated.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = [SINGLE] if (folder / SINGLE).is_file() else []
+    files = [folder / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"the checkpoint's index names '{file.name}', which is not in '{folder}': fetch it again")
+        try:
+            read_header(file)
+        except ValueError as problem:
+            raise InputError(f"shard {problem}: fetch it again") from problem
+    return files
+
+
+def why_not_streamable(folder: Path, model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+    """Return why a checkpoint cannot be streamed (`model` is its skeleton, `layers` its blocks), or None if it can."""
+    if not folder.is_dir():
+        return "only a local folder can be streamed"
+    files = shard_files(folder)
+    if not files:
+        return "it has no safetensors files"
+    names = {name for file in files for name in read_header(file)[0]}
+    hidden = [name for module in layers.modules() for name in module._non_persistent_buffers_set]
+    if hidden:
+        return f"its blocks hold a buffer ('{hidden[0]}') that no file stores"
+    missing = [name for name in required_tensors(model) if _stored_name(name, names, model) is None]
+    if missing:
+        return f"its shards store '{missing[0]}' under another name or shape"
+    return None
+
+
+class ShardBlocks:
+    """The blocks of a checkpoint folder, one at a time.
+
+    Args:
+        folder: config and safetensors shards.
+        config: its config.
+        architecture: its family.
+        dtype: to run in.
+        device: where embeddings are looked up.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: PreTrainedConfig,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Build the skeleton on the meta device and index the shards; no weight is read."""
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self.model = skeleton(config)
+        self.layers = decoder_layers(self.model, architecture.describe())
+        self.prefix = layers_prefix(self.model, self.layers)
+        self._files = {name: file for file in shard_files(folder) for name in read_header(file)[0]}
+
+    def take(self, index: int, device: torch.device) -> nn.Module:
+        """See `BlockSource.take`."""
+        block = copy.deepcopy(self.layers[index])
+        self._load(block, f"{self.prefix}.{index}.", device)
+        return check_weights(block.eval(), index)
+
+    def peek(self, index: int, device: torch.device) -> nn.Module:
+        """See `BlockSource.peek`."""
+        return self.take(index, device)
+
+    def blank(self, index: int, device: torch.device) -> nn.Module:
+        """See `BlockSource.blank`."""
+        return copy.deepcopy(self.layers[index]).to(self.dtype).to_empty(device=device).eval()
+
+    def other_tensors(self) -> dict[str, Tensor]:
+        """See `BlockSource.other_tensors`; the tensors are read from the shards, in their stored dtype."""
+        return {name: self._read(name) for name in required_tensors(self.model) if not name.startswith(self.prefix + ".")}
+
+    def embed(self, windows: Tensor, batch_size: int | None, hidden: HiddenStates) -> Calibration:
+        """See `BlockSource.embed`. Embeddings and norms are in memory during this call only."""
+        model = copy.deepcopy(self.model)
+        base, layers = model.base_model, decoder_layers(model, {"layers": self._layers_in_base()})
+        names = {id(module): name for name, module in model.named_modules()}
+        for module in base.modules():
+            name = names[id(module)]
+            if not name.startswith(self.prefix) and (module._parameters or module._buffers):
+                self._load_own(model, module, name)
+        return run_identity_blocks(model, layers, windows, batch_size, hidden)
+
+    def _layers_in_base(self) -> str:
+        return layers_prefix(self.model.base_model, self.layers)
+
+    def _load_own(self, model: PreTrainedModel, module: nn.Module, name: str) -> None:
+        """Give one module outside the blocks its own tensors; buffers that no file holds are computed anew."""
+        module.to_empty(device=self.device, recurse=False)
+        if module._buffers:
+            model._init_weights(module)
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                tensor = self._read(f"{name}.{key}").to(self.device, self.dtype)
+                module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+
+    def _load(self, module: nn.Module, prefix: str, device: torch.device) -> None:
+        for name, parameter in list(module.named_parameters()):
+            path, _, key = name.rpartition(".")
+            tensor = self._read(prefix + name).to(device, self.dtype)
+            assert tensor.shape == parameter.shape
+            setattr(module.get_submodule(path), key, nn.Parameter(tensor, requires_grad=False))
+
+    def _read(self, name: str) -> Tensor:
+        stored = _stored_name(name, self._files, self.model)
+        assert stored is not None
+        with safe_open(self._files[stored], framework="pt") as file:
+            # A copy, so that the pages of the memory-mapped file are given back with it.
+            return file.get_tensor(stored).clone()
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the dense model on the meta device: every module and shape, no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    return model.eval()
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Identify each shard by size, header, and the first and last mebibyte of its data: a few milliseconds each."""
+    result = {}
+    for path in shard_files(folder):
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            digest.update(file.read(length + (1 << 20)))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read())
+        result[path.name] = digest.hexdigest()
+    return result
+
+
+def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
+    """Return the name under which a shard holds a tensor: checkpoints of a base model leave out its prefix."""
+    base = model.base_model_prefix + "."
+    for candidate in (name, name.removeprefix(base)):
+        if candidate in stored:
+            return candidate
+    return None

@@ -1,0 +1,191 @@
+"""The run, end to end on small random models in the process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+import modegpt
+from modegpt import CompressionConfig, InputError, NumericalError
+
+
+def tiny_llama(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 64,
+            "max_position_embeddings": 64,
+            **changes,
+        }
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def windows(samples: int = 12, seq_len: int = 16, vocab: int = 64) -> torch.Tensor:
+    return torch.randint(vocab, (samples, seq_len), generator=torch.Generator().manual_seed(1))
+
+
+def test_sparsity_zero_returns_the_dense_model_bit_for_bit():
+    model = tiny_llama()
+    compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.0))
+    ids = windows(2)
+    with torch.no_grad():
+        assert torch.equal(compressed(ids).logits, model(ids).logits)
+    assert compressed.modegpt_report["sparsity"] == {"requested": 0.0, "blocks": 0.0, "total": 0.0}
+
+
+def test_the_dense_model_is_left_as_it_was():
+    model = tiny_llama()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modegpt.compress(model, windows(), CompressionConfig(sparsity=0.5))
+    assert type(model) is LlamaForCausalLM
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("modules", [("mlp",), ("qk",), ("vo",), ("mlp", "qk", "vo")])
+def test_the_report_tells_what_the_model_is(modules):
+    model = tiny_llama()
+    compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, modules=modules))
+    report = compressed.modegpt_report
+    full = {"mlp": 48, "qk": 8, "vo": 8}
+    uniform = {"mlp": 36, "qk": 6, "vo": 6}
+    expected = {name: uniform[name] if name in modules else full[name] for name in full}
+    for layer, block in zip(report["layers"], compressed.model.layers, strict=True):
+        assert layer["ranks"] == expected
+        assert block.mlp.down_proj.weight.shape == (32, expected["mlp"])
+        assert block.self_attn.q_proj.weight.shape == (4 * expected["qk"], 32)
+        assert block.self_attn.v_proj.weight.shape == (2 * expected["vo"], 32)
+        for name in full:
+            assert (layer["error"][name] > 0) == (name in modules)
+            assert layer["error"][name] < 1
+    dense = sum(parameter.numel() for parameter in model.parameters())
+    kept = sum(parameter.numel() for parameter in compressed.parameters())
+    assert report["parameters"] == {"dense": dense, "compressed": kept}
+    assert report["sparsity"]["total"] == (dense - kept) / dense
+    in_blocks = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    assert report["sparsity"]["blocks"] == (dense - kept) / in_blocks
+    assert {"load", "embed", "moments", "decompose", "forward", "total"} <= report["seconds"].keys()
+    assert report["peak_memory_bytes"] > 1e6
+    assert isinstance(report["warnings"], list)
+    json.dumps(report)
+
+
+def test_influence_hits_the_budget_and_gives_important_layers_more():
+    # Units of rank are coarse in a model this small: the budget holds within one step of the largest module.
+    model = tiny_llama(num_hidden_layers=4, intermediate_size=96)
+    config = CompressionConfig(sparsity=0.3, allocation="influence", temperature=0.05)
+    report = modegpt.compress(model, windows(), config).modegpt_report
+    scores = report["allocation"]["scores"]
+    sparsities = [layer["sparsity"] for layer in report["layers"]]
+    assert max(range(4), key=scores.__getitem__) == min(range(4), key=sparsities.__getitem__)
+    block = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    largest_step = (4 + 2) * 32 * 2
+    assert abs(report["sparsity"]["blocks"] - 0.3) * 4 * block <= largest_step
+
+
+def test_opt_with_its_biases_compresses():
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=32, word_embed_proj_dim=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = OPTForCausalLM(config).eval()
+    compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25))
+    attention = compressed.model.decoder.layers[0].self_attn
+    assert attention.k_proj.bias.shape == attention.k_proj.weight.shape[:1] == (4 * 6,)
+    assert attention.out_proj.bias.shape == (32,)
+    assert compressed.model.decoder.layers[0].fc1.bias.shape == (48,)
+
+
+def test_more_text_than_one_batch_gives_the_same_ranks_and_weights():
+    model = tiny_llama()
+    one = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, batch_size=12))
+    many = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, batch_size=5))
+    for (name, left), right in zip(one.state_dict().items(), many.state_dict().values(), strict=True):
+        # float32 products of other batch shapes round differently; the solves amplify by the moments' condition.
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_folder_in_a_folder_out(tiny_llama_dir: Path, tmp_path: Path):
+    out = tmp_path / "small"
+    config = CompressionConfig(sparsity=0.25, samples=4, seq_len=32)
+    compressed = modegpt.compress(tiny_llama_dir, "python-docs", config, out=out)
+    assert not out.with_name("small.partial").exists()
+    report = json.loads((out / "report.json").read_text())
+    assert report["sparsity"] == compressed.modegpt_report["sparsity"]
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    ids = AutoTokenizer.from_pretrained(out)("Some text.", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, compressed(ids).logits)
+    with pytest.raises(InputError, match="exists"):
+        modegpt.compress(tiny_llama_dir, "python-docs", config, out=out)
+    modegpt.compress(tiny_llama_dir, "python-docs", config, out=out, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small"]
+
+
+def test_nan_in_the_weights_names_layer_and_matrix_and_leaves_nothing(tmp_path: Path):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    with pytest.raises(NumericalError, match=r"layer 1: .*mlp\.up_proj\.weight"):
+        modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25), out=tmp_path / "small")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_infinite_activations_name_layer_and_matrix():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.weight.mul_(1e25)
+    with pytest.raises(NumericalError, match="layer 2: NaN or infinity in the key states"):
+        modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25))
+
+
+def test_dead_neurons_are_dropped_first_and_reported():
+    model = tiny_llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:12] = 0
+    compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, modules=("mlp",)))
+    report = compressed.modegpt_report
+    assert report["layers"][0]["error"]["mlp"] == pytest.approx(0, abs=1e-6)  # nothing that spoke was dropped
+    assert any("layer 0, mlp: 12 neurons are zero" in warning for warning in report["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sparsity": 1.0}, r"sparsity 1\.0 is outside \[0, 1\)"),
+        ({"sparsity": -0.1}, r"outside \[0, 1\)"),
+        ({"sparsity": float("nan")}, r"outside \[0, 1\)"),
+        ({"modules": ()}, "modules is empty"),
+        ({"modules": ("mpl",)}, "modules 'mpl' is unknown; allowed: mlp, qk, vo"),
+        ({"sampling": "all"}, "allowed: random, sequential"),
+        ({"samples": 0}, "samples 0 is not a positive"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"dtype": "int8"}, "allowed: auto, float32"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(settings, message):
+    with pytest.raises(InputError, match=message):
+        CompressionConfig(**settings)
+
+
+def test_wrong_calls_are_refused_before_work():
+    model = tiny_llama()
+    with pytest.raises(InputError, match="window|position"):
+        modegpt.compress(model, windows(2, 65), CompressionConfig())
+    with pytest.raises(InputError, match="needs its tokenizer"):
+        modegpt.compress(model, "python-docs", CompressionConfig(samples=2, seq_len=16))
+    with pytest.raises(InputError, match=r"\(samples, seq_len\) token ids"):
+        modegpt.compress(model, torch.zeros(4), CompressionConfig())
+    compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25))
+    with pytest.raises(InputError, match="already compressed"):
+        modegpt.compress(compressed, windows(), CompressionConfig())

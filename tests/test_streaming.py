@@ -1,0 +1,234 @@
+"""Blocks from shards, hidden states on disk, layer files: the stream gives what the model in memory gives."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+import modegpt
+from modegpt import CompressionConfig, InputError
+from modegpt.compress import compress_to_folder
+from modegpt.errors import WriteError
+from modegpt.hidden_states import HiddenStates
+from modegpt.safetensors_merge import merge, read_header
+
+
+def llama(**changes: object) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+
+
+def opt() -> OPTForCausalLM:
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=32, word_embed_proj_dim=16, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return OPTForCausalLM(config).eval()
+
+
+def windows() -> torch.Tensor:
+    return torch.randint(64, (6, 16), generator=torch.Generator().manual_seed(1))
+
+
+def result_files(folder: Path) -> dict[str, bytes]:
+    """Everything that must not depend on how the run went: all files but the report, which holds times."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "report.json"}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [llama, opt, lambda: llama(tie_word_embeddings=True, rope_parameters=YARN), lambda: llama().to(torch.bfloat16)],
+    ids=["llama", "opt", "tied-yarn", "bfloat16"],
+)
+def test_streamed_equals_in_memory_and_transformers_bytes(make, tmp_path: Path):
+    make().save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    assert len(list((tmp_path / "dense").glob("*.safetensors"))) > 1
+    config = CompressionConfig(sparsity=0.25, batch_size=4)
+    streamed = modegpt.compress(tmp_path / "dense", windows(), config, out=tmp_path / "a", tokenizer=None)
+    assert not any("not streamed" in warning for warning in streamed.modegpt_report["warnings"])
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    dense.config.dtype = streamed.dtype
+    in_memory = modegpt.compress(dense, windows(), config)
+    for (name, left), right in zip(streamed.state_dict().items(), in_memory.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+    streamed.save_pretrained(tmp_path / "b")
+    assert result_files(tmp_path / "a") == result_files(tmp_path / "b")
+
+
+def test_merge_writes_what_safetensors_writes(tmp_path: Path):
+    first = {"b.x": torch.randn(3, 5), "a": torch.arange(7), "é": torch.randn(2).bfloat16()}
+    second = {"z": torch.randn(3).half(), "b.w": torch.randn(0, 3), "q": torch.zeros(3, dtype=torch.bool)}
+    save_file(first, tmp_path / "1", {"format": "pt"})
+    save_file(second, tmp_path / "2", {"other": "metadata"})
+    save_file({**first, **second}, tmp_path / "whole", {"format": "pt"})
+    merge(read_header(tmp_path / "1")[0] | read_header(tmp_path / "2")[0], tmp_path / "merged")
+    assert (tmp_path / "merged").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_spill_to_disk_and_come_back_bit_for_bit(dtype, tmp_path: Path):
+    batches = [torch.randn(2, 3, 4).to(dtype) for _ in range(5)]
+    hidden = HiddenStates(max_bytes=2 * batches[0].nbytes, folder=tmp_path)
+    for batch in batches:
+        hidden.append(batch)
+    assert hidden.spilled == 3
+    assert all(torch.equal(left, right) for left, right in zip(hidden, batches, strict=True))
+    for index, batch in enumerate(batches):
+        hidden[index] = 2 * batch
+    assert all(torch.equal(left, 2 * right) for left, right in zip(hidden, batches, strict=True))
+    del hidden
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_spilling_does_not_change_the_result(tmp_path: Path):
+    model = llama()
+    plain = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, batch_size=2))
+    spilled = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, batch_size=2, max_host_memory=1))
+    for left, right in zip(plain.state_dict().values(), spilled.state_dict().values(), strict=True):
+        assert torch.equal(left, right)
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_after(n_blocks: int):
+    def progress(stage: str, done: int, _total: int) -> None:
+        if stage == "compress" and done == n_blocks:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "influence"])
+def test_a_stopped_run_resumes_to_the_same_bytes(allocation, tmp_path: Path):
+    llama().save_pretrained(tmp_path / "dense")
+    config = CompressionConfig(sparsity=0.25, batch_size=4, allocation=allocation, dtype="bfloat16")
+    compress_to_folder(tmp_path / "dense", windows(), tmp_path / "whole", config)
+    with pytest.raises(Stop):
+        compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config, progress=stop_after(2))
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(InputError, match="unfinished run: continue it with --resume"):
+        compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config)
+    compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config, resume=True)
+    assert result_files(tmp_path / "out") == result_files(tmp_path / "whole")
+    assert not (tmp_path / "out.partial").exists()
+    again = compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config, resume=True)
+    assert again == json.loads((tmp_path / "out" / "report.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"sparsity": 0.3}, "setting sparsity"),
+        ({"modules": ("mlp",)}, "setting modules"),
+        ({"dtype": "bfloat16"}, "output dtype"),
+    ],
+)
+def test_resuming_another_run_is_refused_by_field(change, field, tmp_path: Path):
+    model = llama()
+    settings = {"sparsity": 0.25, "batch_size": 4}
+    with pytest.raises(Stop):
+        compress_to_folder(model, windows(), tmp_path / "out", CompressionConfig(**settings), progress=stop_after(1))
+    before = sorted((tmp_path / "out.partial").rglob("*"))
+    with pytest.raises(InputError, match=f"its {field} is"):
+        config = CompressionConfig(**{**settings, **change})
+        compress_to_folder(model, windows(), tmp_path / "out", config, resume=True)
+    with pytest.raises(InputError, match="its calibration tokens is"):
+        compress_to_folder(model, windows().flip(0), tmp_path / "out", CompressionConfig(**settings), resume=True)
+    assert sorted((tmp_path / "out.partial").rglob("*")) == before
+
+
+def test_a_truncated_layer_file_is_made_again(tmp_path: Path):
+    model, config = llama(), CompressionConfig(sparsity=0.25, batch_size=4)
+    compress_to_folder(model, windows(), tmp_path / "whole", config)
+    with pytest.raises(Stop):
+        compress_to_folder(model, windows(), tmp_path / "out", config, progress=stop_after(3))
+    layer = tmp_path / "out.partial" / "layers" / "00001.safetensors"
+    layer.write_bytes(layer.read_bytes()[:-10])
+    compress_to_folder(model, windows(), tmp_path / "out", config, resume=True)
+    assert result_files(tmp_path / "out") == result_files(tmp_path / "whole")
+
+
+def test_a_truncated_or_missing_shard_of_the_model_is_named(tmp_path: Path):
+    llama().save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    shard = sorted((tmp_path / "dense").glob("*.safetensors"))[1]
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    with pytest.raises(InputError, match=rf"{shard.name}.*truncated"):
+        modegpt.compress(tmp_path / "dense", windows(), CompressionConfig(sparsity=0.25))
+    shard.unlink()
+    with pytest.raises(InputError, match=rf"{shard.name}.*not in"):
+        modegpt.compress(tmp_path / "dense", windows(), CompressionConfig(sparsity=0.25))
+
+
+def test_pickled_weights_are_loaded_whole_and_the_report_says_so(tmp_path: Path):
+    model = llama()
+    model.save_pretrained(tmp_path / "dense")
+    (tmp_path / "dense" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "dense" / "pytorch_model.bin")
+    compressed = modegpt.compress(tmp_path / "dense", windows(), CompressionConfig(sparsity=0.25))
+    assert any("loaded whole, not streamed: it has no safetensors" in w for w in compressed.modegpt_report["warnings"])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
+def test_killed_at_random_moments_it_resumes_to_the_same_bytes(tiny_llama_dir: Path, tmp_path: Path):
+    command = [
+        sys.executable, "-m", "modegpt", "compress", str(tiny_llama_dir), "--calibration", "python-docs", "--sparsity",
+        "0.3", "--samples", "16", "--seq-len", "64", "--allocation", "influence",
+    ]  # fmt: skip
+    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
+    out = tmp_path / "out"
+    rng = random.Random(0)
+    for _ in range(2):
+        process = subprocess.Popen([*command, "--out", str(out), "--resume"], stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        # From the moment the run has a folder, its remaining life is well under two seconds.
+        while process.poll() is None and not (tmp_path / "out.partial").exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    subprocess.run([*command, "--out", str(out), "--resume"], check=True, capture_output=True)
+    assert result_files(out) == result_files(tmp_path / "whole")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on file sizes")
+def test_a_disk_that_refuses_a_file_keeps_what_was_finished(tmp_path: Path):
+    import resource
+
+    model, config = llama(), CompressionConfig(sparsity=0.25, batch_size=4)
+    compress_to_folder(model, windows(), tmp_path / "whole", config)
+    layers = tmp_path / "out.partial" / "layers"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def refuse_from_layer_2(stage: str, done: int, _total: int) -> None:
+        if done == 2:
+            half = (layers / "00001.safetensors").stat().st_size // 2
+            resource.setrlimit(resource.RLIMIT_FSIZE, (half, unlimited[1]))
+
+    try:
+        with pytest.raises(WriteError, match=r"layer 2 could not be written .* go on with --resume"):
+            compress_to_folder(model, windows(), tmp_path / "out", config, progress=refuse_from_layer_2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in layers.glob("*.safetensors")) == ["00000.safetensors", "00001.safetensors"]
+    compress_to_folder(model, windows(), tmp_path / "out", config, resume=True)
+    assert result_files(tmp_path / "out") == result_files(tmp_path / "whole")
