@@ -32,9 +32,10 @@ def jsonl(*records: object) -> str:
 
 
 @pytest.mark.parametrize("split", ["calibration", "evaluation"])
-def test_text_file_is_one_text_for_both_splits(tmp_path, split):
+@pytest.mark.parametrize("name", ["a.txt", "a.TXT", "wiki.test.raw"])
+def test_text_file_is_one_text_for_both_splits(tmp_path, name, split):
     text = "One.\n\n\nTwo, after a gap.\n"
-    assert load_text(write(tmp_path / "a.TXT", "\ufeff" + text), split) == text
+    assert load_text(write(tmp_path / name, "\ufeff" + text), split) == text
 
 
 def test_jsonl_joins_records_by_blank_lines(tmp_path):

@@ -45,7 +45,7 @@ def load_text(source: str, split: str) -> str:
     """Return the text of a source.
 
     Args:
-        source: a known data set or a `.txt`, `.jsonl`, `.json` or `.parquet` file.
+        source: a known data set or a `.txt` (or `.raw`), `.jsonl`, `.json` or `.parquet` file.
         split: `calibration` or `evaluation`. Known data sets share no text between the two; a file is one text, the
             same for both.
 
@@ -221,6 +221,7 @@ def _kind(value: Any) -> str:
 
 _READERS: dict[str, Callable[[Path], str]] = {
     ".txt": _read_txt,
+    ".raw": _read_txt,  # as WikiText's own files are called
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".parquet": _read_parquet,
