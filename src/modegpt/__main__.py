@@ -1,0 +1,5 @@
+"""`python -m modegpt` is the command `modegpt`."""
+
+from .cli import main
+
+main()

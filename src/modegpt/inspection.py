@@ -1,0 +1,128 @@
+"""Reads what a compressed checkpoint holds, from its config and the safetensors headers alone: no weight is loaded."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from .architectures import ARCHITECTURES
+from .errors import InputError
+from .modeling_modegpt import MODEL_TYPE_PREFIX
+from .safetensors_merge import Entry, read_header
+
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
+"""Bytes of one element by safetensors' name of the dtype; what is not listed (an index, say) is no parameter."""
+
+
+def describe(folder: str | Path) -> dict[str, Any]:
+    """Return ranks, parameters, key-value cache and sparsity of a compressed checkpoint, by layer and in all.
+
+    Args:
+        folder: what `modegpt compress` or `save_pretrained` of a compressed model wrote.
+
+    Raises:
+        InputError: the folder is missing, unreadable or not a compressed checkpoint.
+    """
+    path = Path(folder)
+    config = _read_config(path)
+    tensors = _headers(path)
+    parameters = {f".{name}": prod(entry.shape) for name, entry in tensors.items() if entry.dtype in BYTES}
+    element = _element_bytes(tensors)
+    n_heads = config["num_attention_heads"]
+    n_kv_heads = config.get("num_key_value_heads") or n_heads
+    d_head = config.get("head_dim") or config["hidden_size"] // n_heads
+    layers = []
+    for index, entry in enumerate(config["modegpt"]["layers"]):
+        inside = f".{config['modegpt']['architecture']['layers']}.{index}."
+        own = {"." + name.split(inside, 1)[1]: size for name, size in parameters.items() if inside in name}
+        ranks = {
+            "mlp": entry["mlp_width"],
+            "qk": 2 * entry["rope_pairs"] + entry["qk_plain"],
+            "vo": entry["value_dim"],
+        }
+        dense = _dense_parameters(own, config, ranks, d_head)
+        layers.append(
+            {
+                "ranks": ranks,
+                "parameters": sum(own.values()),
+                "sparsity": 1 - sum(own.values()) / dense,
+                "kv_bytes_per_token": n_kv_heads * (ranks["qk"] + ranks["vo"]) * element,
+                "dense_parameters": dense,
+            }
+        )
+    kept, dense = (sum(layer[key] for layer in layers) for key in ("parameters", "dense_parameters"))
+    total = sum(parameters.values())
+    return {
+        "folder": str(folder),
+        "model_type": config["model_type"],
+        "format_version": config["modegpt"]["version"],
+        "dtype": str(config.get("dtype") or config.get("torch_dtype")),
+        "dense": {"mlp": _dense_width(config), "qk": d_head, "vo": d_head},
+        "parameters": {"dense": total + dense - kept, "compressed": total},
+        "sparsity": {"blocks": 1 - kept / dense, "total": (dense - kept) / (total + dense - kept)},
+        "kv_bytes_per_token": {
+            "dense": len(layers) * 2 * n_kv_heads * d_head * element,
+            "compressed": sum(layer["kv_bytes_per_token"] for layer in layers),
+        },
+        "file_bytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        "layers": layers,
+    }
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    file = path / "config.json"
+    if not file.is_file():
+        raise InputError(f"folder '{path}' has no config.json; give a folder that modegpt compress wrote")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        compressed = isinstance(config["modegpt"]["layers"], list)
+    except (ValueError, KeyError, TypeError):
+        compressed = False
+        config = {}
+    if not compressed:
+        raise InputError(f"folder '{path}' is not a compressed checkpoint; give a folder that modegpt compress wrote")
+    return config
+
+
+def _headers(path: Path) -> dict[str, Entry]:
+    """Return where every tensor of the folder's safetensors files is, its shape and its dtype."""
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise InputError(f"folder '{path}' has no .safetensors file; the checkpoint is incomplete")
+    tensors: dict[str, Entry] = {}
+    for file in files:
+        try:
+            tensors |= read_header(file)[0]
+        except (ValueError, KeyError) as problem:
+            raise InputError(f"'{file}' is no readable safetensors file; copy the checkpoint again") from problem
+    return tensors
+
+
+def _element_bytes(tensors: dict[str, Entry]) -> int:
+    """Return the bytes of one weight, which are also those of one cached number."""
+    return max((BYTES[entry.dtype] for entry in tensors.values() if entry.dtype in BYTES), default=0)
+
+
+def _dense_width(config: dict[str, Any]) -> int:
+    architecture = ARCHITECTURES[config["model_type"].removeprefix(MODEL_TYPE_PREFIX)]
+    return config[architecture.width]
+
+
+def _dense_parameters(own: dict[str, int], config: dict[str, Any], ranks: dict[str, int], d_head: int) -> int:
+    """Return what one block had before: each narrowed projection scales with the dimension that was cut."""
+    names = config["modegpt"]["architecture"]
+    attention, width = names["attention"], _dense_width(config)
+    scale = {f".{up}.": (width, ranks["mlp"]) for up in names["up"]}
+    for role in ("query", "key"):
+        scale[f".{attention}.{names[role]}."] = d_head, ranks["qk"]
+    scale[f".{attention}.{names['value']}."] = d_head, ranks["vo"]
+    total = 0
+    for name, size in own.items():
+        if name == f".{names['down']}.weight":
+            total += size * width // ranks["mlp"]
+        elif name == f".{attention}.{names['output']}.weight":
+            total += size * d_head // ranks["vo"]
+        else:
+            dense, kept = next((pair for prefix, pair in scale.items() if name.startswith(prefix)), (1, 1))
+            total += size * dense // kept
+    return total

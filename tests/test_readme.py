@@ -1,0 +1,65 @@
+"""The README tells the truth: its Python runs, its table is the registry, its commands and files exist."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from modegpt.architectures import ARCHITECTURES
+from modegpt.cli import app
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def architecture_table() -> str:
+    """The table as the README must have it: one row a family, in the order of the registry."""
+    rows = [f"| `{a.model_type}` | `{a.name}ForCausalLM` | {a.notes} |" for a in ARCHITECTURES.values()]
+    return "\n".join(["| `model_type` | class | covers |", "|---|---|---|", *rows])
+
+
+def test_the_table_of_architectures_is_the_registry():
+    section = re.search(r"<!-- architectures -->\n(.*?)\n?<!-- /architectures -->", README, re.DOTALL)
+    assert section is not None
+    assert section[1] == architecture_table()
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_python_blocks_run_as_printed(code: str, tiny_llama_dir: Path, tmp_path: Path):
+    shutil.copytree(tiny_llama_dir, tmp_path / "my-llama")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "'requested': 0.3" in done.stdout
+    assert "The list type is" in done.stdout
+    assert (tmp_path / "my-llama-30" / "report.json").is_file()
+
+
+def test_the_readme_has_a_python_block_of_about_ten_lines():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert [8 <= len([line for line in code.splitlines() if line]) <= 12 for code in blocks] == [True]
+
+
+def test_every_command_in_the_readme_exists_and_none_is_missing():
+    told = set(re.findall(r"^modegpt (\w+)", README, re.MULTILINE))
+    listed = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert told == listed
+    for name in told:
+        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+
+
+def test_links_and_make_targets_exist():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_ci_runs_the_test_command_of_the_readme():
+    assert "make test" in README
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert lines[-1] == "make test"
