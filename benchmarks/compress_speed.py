@@ -1,7 +1,7 @@
 """Time and peak memory of compressing random weights of a named real shape; needs no download and no network.
 
-Each row is a fresh process, so that its peak resident memory is its own. `--layers` measures a few layers of a deep model;
-`--extrapolate` then scales the time per layer to the full depth, and the row says that it is extrapolated.
+Each row is a fresh process, so that its peak resident memory is its own. `--layers` measures a few layers of a deep
+model; `--extrapolate` then scales the time per layer to the full depth, and the row says that it is extrapolated.
 
     python benchmarks/compress_speed.py --shape 1b --layers 24 48 --samples 8 --seq-len 256
     python benchmarks/compress_speed.py --shape 7b --dtype bfloat16 --device cuda --samples 128 --seq-len 2048
@@ -119,7 +119,8 @@ def measure(options: argparse.Namespace, n_layers: int) -> dict[str, Any]:
     full = SHAPES[options.shape]["num_hidden_layers"]
     if options.extrapolate and n_layers < full:
         per_layer = report["seconds"]["total"] / n_layers
-        row["extrapolated"] = {"layers": full, "total_seconds": per_layer * full, "how": "total time per layer x layers"}
+        how = "total time per layer x layers"
+        row["extrapolated"] = {"layers": full, "total_seconds": per_layer * full, "how": how}
     return row
 
 

@@ -10,9 +10,9 @@ calibrated on the first 16 windows of 512 tokens of WikiText-2's validation text
 from pathlib import Path
 
 import torch
-from common import default_model, parser, save
 
 import modegpt
+from common import default_model, parser, save
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.models import open_model, open_tokenizer
 

@@ -1,15 +1,15 @@
 """What compressing costs, in plain forward passes over the same calibration tokens, in one process.
 
-    python benchmarks/lean.py
+python benchmarks/lean.py
 """
 
 import statistics
 import time
 
 import torch
-from common import default_model, parser, save
 
 import modegpt
+from common import default_model, parser, save
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.models import open_model, open_tokenizer
 
@@ -44,7 +44,7 @@ def main() -> None:
         options.json,
         {
             "model": name.rsplit("/", 1)[-1],
-            "protocol": {"tokens": f"{SAMPLES} x {SEQ_LEN}", "sparsity": SPARSITY, "solver": "paper", "dtype": "float32"},
+            "protocol": {"tokens": f"{SAMPLES} x {SEQ_LEN}", "sparsity": SPARSITY, "solver": "paper"},
             "ratio_median": statistics.median(ratios),
             "ratios": ratios,
             "seconds": stages,

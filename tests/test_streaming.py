@@ -104,14 +104,14 @@ def test_spilling_does_not_change_the_result(tmp_path: Path):
         assert torch.equal(left, right)
 
 
-class Stop(Exception):
+class StopError(Exception):
     pass
 
 
 def stop_after(n_blocks: int):
     def progress(stage: str, done: int, _total: int) -> None:
         if stage == "compress" and done == n_blocks:
-            raise Stop
+            raise StopError
 
     return progress
 
@@ -121,7 +121,7 @@ def test_a_stopped_run_resumes_to_the_same_bytes(allocation, tmp_path: Path):
     llama().save_pretrained(tmp_path / "dense")
     config = CompressionConfig(sparsity=0.25, batch_size=4, allocation=allocation, dtype="bfloat16")
     compress_to_folder(tmp_path / "dense", windows(), tmp_path / "whole", config)
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config, progress=stop_after(2))
     assert not (tmp_path / "out").exists()
     with pytest.raises(InputError, match="unfinished run: continue it with --resume"):
@@ -144,11 +144,11 @@ def test_a_stopped_run_resumes_to_the_same_bytes(allocation, tmp_path: Path):
 def test_resuming_another_run_is_refused_by_field(change, field, tmp_path: Path):
     model = llama()
     settings = {"sparsity": 0.25, "batch_size": 4}
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         compress_to_folder(model, windows(), tmp_path / "out", CompressionConfig(**settings), progress=stop_after(1))
     before = sorted((tmp_path / "out.partial").rglob("*"))
+    config = CompressionConfig(**{**settings, **change})
     with pytest.raises(InputError, match=f"its {field} is"):
-        config = CompressionConfig(**{**settings, **change})
         compress_to_folder(model, windows(), tmp_path / "out", config, resume=True)
     with pytest.raises(InputError, match="its calibration tokens is"):
         compress_to_folder(model, windows().flip(0), tmp_path / "out", CompressionConfig(**settings), resume=True)
@@ -158,7 +158,7 @@ def test_resuming_another_run_is_refused_by_field(change, field, tmp_path: Path)
 def test_a_truncated_layer_file_is_made_again(tmp_path: Path):
     model, config = llama(), CompressionConfig(sparsity=0.25, batch_size=4)
     compress_to_folder(model, windows(), tmp_path / "whole", config)
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         compress_to_folder(model, windows(), tmp_path / "out", config, progress=stop_after(3))
     layer = tmp_path / "out.partial" / "layers" / "00001.safetensors"
     layer.write_bytes(layer.read_bytes()[:-10])

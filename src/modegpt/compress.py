@@ -20,13 +20,13 @@ from .config import CompressionConfig
 from .distributed import Team, join_team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
-from .importance import InfluenceMeter
 from .modeling_modegpt import shrink_block
 from .models import resolve_device
 from .moments import BlockMoments, record_moments
 from .partial import PartialCheckpoint, finished_report
 from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
 from .report import Stopwatch, peak_gpu_memory_bytes, peak_memory_bytes, protocol
+from .scoring import make_scorer
 from .surgery import BlockOutcome, compress_block
 
 Progress = Callable[[str, int, int], None]
@@ -69,7 +69,7 @@ def compress(
         )
         compressed = AutoModelForCausalLM.from_pretrained(out)
     else:
-        run = _prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
+        run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
         state, report = run.in_memory()
         compressed = build(run.compressed_config([layer["shape"] for layer in report["layers"]]), state)
         if run.source.generation_config is not None:
@@ -100,7 +100,7 @@ def compress_to_folder(
     out = Path(out)
     if not resume:
         check_output(out, overwrite)
-    run = _prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
+    run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
     identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype)
     if resume and (finished := finished_report(out, identity)) is not None:
         return finished
@@ -108,13 +108,14 @@ def compress_to_folder(
     return run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
 
 
-def _prepare(
+def prepare(
     model: PreTrainedModel | str | Path,
     calibration: str | Path | Tensor,
     config: CompressionConfig,
     tokenizer: Any,
     progress: Progress | None,
-) -> "_Run":
+) -> "Run":
+    """Open the text and the model, in that order, and check them; the run itself has not begun."""
     device = resolve_device(config.device)
     team = join_team(device)
     watch = Stopwatch(device)
@@ -126,11 +127,11 @@ def _prepare(
     with watch.stage("load"):
         source = open_source(model, device)
     sizes = [layer_sizes(block, source.architecture, source.dims) for block in source.blocks.layers]
-    return _Run(source, text, config, sizes, device, team, watch, progress if team.is_main else None)
+    return Run(source, text, config, sizes, device, team, watch, progress if team.is_main else None)
 
 
 @dataclass
-class _Run:
+class Run:
     """One run: what every pass over the blocks needs."""
 
     source: Source
@@ -144,6 +145,7 @@ class _Run:
 
     @property
     def out_dtype(self) -> torch.dtype:
+        """The dtype of the written weights."""
         return output_dtype(self.config, self.source)
 
     def in_memory(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -154,7 +156,7 @@ class _Run:
         def keep(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
             state.update({f"{prefix}.{index}.{name}": tensor for name, tensor in tensors.items()})
 
-        scores = self.scores() if self.config.allocation != "uniform" else None
+        scores = self.scores()
         allocation = self.allocate(scores)
         outcomes = self.compress_blocks(allocation, lambda index: None, keep)
         state |= self._other_tensors()
@@ -170,13 +172,11 @@ class _Run:
             raise
 
     def _to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
-        scores = None
-        if self.config.allocation != "uniform":
-            scores = self.team.agree(partial.read_scores() if partial else None)
-            if scores is None:
-                scores = self.scores()
-                if partial:
-                    partial.write_scores(scores)
+        scores = self.team.agree(partial.read_scores() if partial else None)
+        if scores is None:
+            scores = self.scores()
+            if partial and scores is not None:
+                partial.write_scores(scores)
         allocation = self.allocate(scores)
         prefix = self._prefix()
         n_finished = self.team.agree(partial.finished_layers() if partial else 0)
@@ -202,29 +202,37 @@ class _Run:
         partial.finish(other, len(outcomes), config, self.source.generation_config, self.text.tokenizer, report)
         return report
 
-    def scores(self) -> Tensor:
-        """Block Influence of every layer of the dense model, from one pass."""
+    def scores(self) -> Tensor | None:
+        """Scores of the dense blocks for the allocation rule, from one pass; None for a rule that needs none."""
+        dims = self.source.dims
+        rule, threshold = self.config.allocation, self.config.owl_threshold
+        scorer = make_scorer(rule, dims.n_layers, self.source.architecture, threshold, self.team)
+        if scorer is None:
+            return None
         calibration = self._embed()
-        meter = InfluenceMeter(self.source.dims.n_layers)
-        for index in range(self.source.dims.n_layers):
+        for index in range(dims.n_layers):
             with self.watch.stage("load"):
                 block = self.source.blocks.peek(index, self.device)
-            with self.watch.stage("scores"):
-                self._advance(block, index, calibration, lambda x, y, i=index: meter.update(i, x, y))
+            with self.watch.stage("scores"), scorer.watch(block, index) as add:
+                self._advance(block, index, calibration, add)
+            del block
             self._tell("scores", index + 1)
-        self.team.sum_meter(meter)
-        return meter.scores()
+        return scorer.scores()
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
+        config = self.config
         return allocate(
-            self.config.allocation,
+            config.allocation,
             self.sizes,
-            self.config.sparsity,
-            self.config.modules,
+            config.sparsity,
+            config.modules,
             scores=scores,
-            temperature=self.config.temperature,
-            max_sparsity=self.config.max_sparsity,
+            temperature=config.temperature,
+            max_sparsity=config.max_sparsity,
+            round_to=config.round_to,
+            owl_lambda=config.owl_lambda,
+            plan=config.plan,
         )
 
     def compress_blocks(

@@ -10,7 +10,7 @@ MODULES = ("mlp", "qk", "vo")
 SAMPLINGS = ("random", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SOLVERS = ("paper",)
-ALLOCATIONS = ("uniform", "influence")
+ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "plan")
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,20 @@ class CompressionConfig:
     """`random` windows that do not overlap, or `sequential` from the start of the text."""
     seed: int = 0
     allocation: str = "uniform"
-    """`uniform`, or `influence`: less from layers with a high Block Influence."""
-    temperature: float = 0.1
-    """ε of the influence rule, in units of the score."""
+    """`uniform`; `influence` (less from layers with a high Block Influence); `influence-blocks` (attention and MLP
+    scored apart); `owl` (less from layers with many outlying weights); `plan` (the ranks of `plan`)."""
+    temperature: float | str = "auto"
+    """ε of the influence rules, in units of the score; `auto`: the smallest at which no layer exceeds 80 %."""
     max_sparsity: float = 0.95
-    """Upper bound on one layer's sparsity under `influence`."""
+    """Upper bound on one layer's sparsity, under every rule but `uniform` and `plan`."""
+    round_to: int = 1
+    """Keep every query-key dim, value dim and MLP width a multiple of this (8, 16, 64 suit GPU kernels)."""
+    owl_threshold: float = 5.0
+    """OWL's M: an entry is an outlier above this many times its layer's mean."""
+    owl_lambda: float = 0.08
+    """OWL's λ: how far a layer's sparsity may be from the mean."""
+    plan: tuple[dict[str, int], ...] | None = None
+    """Ranks by layer, each with `mlp`, `qk` and `vo`, for the allocation `plan`."""
     modules: tuple[str, ...] = MODULES
     """Which of `mlp`, `qk` (query-key) and `vo` (value-output) to compress."""
     solver: str = "paper"
@@ -57,11 +66,14 @@ class CompressionConfig:
             raise InputError(f"sparsity {self.sparsity} is outside [0, 1): give a share such as 0.3 for 30 %")
         if not 0 < self.max_sparsity <= 1:
             raise InputError(f"max_sparsity {self.max_sparsity} is outside (0, 1]")
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise InputError(f"temperature {self.temperature} is not a positive number")
-        if not (math.isfinite(self.ridge) and self.ridge > 0):
-            raise InputError(f"ridge {self.ridge} is not a positive number")
-        for name in ("samples", "seq_len", "batch_size", "max_host_memory"):
+        if self.temperature != "auto" and not _is_positive(self.temperature):
+            raise InputError(f"temperature {self.temperature} is neither a positive number nor 'auto'")
+        for name in ("ridge", "owl_threshold", "owl_lambda"):
+            if not _is_positive(getattr(self, name)):
+                raise InputError(f"{name} {getattr(self, name)} is not a positive number")
+        if (self.allocation == "plan") != (self.plan is not None):
+            raise InputError("a plan and the allocation 'plan' go together: give both, or neither")
+        for name in ("samples", "seq_len", "batch_size", "max_host_memory", "round_to"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} {value} is not a positive whole number")
@@ -79,7 +91,12 @@ class CompressionConfig:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""
-        return {**asdict(self), "modules": list(self.modules)}
+        plan = None if self.plan is None else list(self.plan)
+        return {**asdict(self), "modules": list(self.modules), "plan": plan}
+
+
+def _is_positive(value: float | str) -> bool:
+    return not isinstance(value, str) and math.isfinite(value) and value > 0
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -61,9 +61,7 @@ class Team:
             try:
                 dist.all_reduce(tensor)
             except RuntimeError as problem:
-                raise LostRankError(
-                    f"process {self.rank}: another process of this run has died; start again with --resume"
-                ) from problem
+                raise LostRankError(self._lost()) from problem
         return tensor
 
     def agree(self, value: Any) -> Any:
@@ -74,8 +72,11 @@ class Team:
         try:
             dist.broadcast_object_list(box)
         except RuntimeError as problem:
-            raise LostRankError(f"process {self.rank}: the main process has died; start again with --resume") from problem
+            raise LostRankError(self._lost()) from problem
         return box[0]
+
+    def _lost(self) -> str:
+        return f"process {self.rank}: another process of this run has died; start all of them again with --resume"
 
 
 def join_team(device: torch.device) -> Team:

@@ -57,7 +57,7 @@ def _where(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def local_folder(name: str) -> Path | None:
-    """Return the folder that holds a model's files: a local folder, or the hub's cache of it; None for a `.gguf` file."""
+    """Return the folder of a model's files: a local one, or the hub's cache of it; None for a `.gguf` file."""
     path = Path(name)
     if path.is_dir():
         return path
@@ -114,9 +114,7 @@ def open_tokenizer(name: str) -> Any:
         raise InputError(f"the tokenizer of '{name}' cannot be opened: {_first_line(problem)}") from problem
 
 
-def open_model(
-    name: str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu"
-) -> PreTrainedModel:
+def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load a dense or compressed causal language model in evaluation mode.
 
     Args:

@@ -1,8 +1,8 @@
 """An unfinished checkpoint: each compressed layer is on disk as soon as it is done, and the run can go on from there.
 
-Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json`, `layers/00000.safetensors` ... (a layer's
-tensors, its outcome in the metadata) and `model/` (the final folder in the making). Every file appears by a rename, and
-`model/` becomes `<out>` by one.
+Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json`, `layers/00000.safetensors` ... (the
+tensors of a layer, its outcome in the metadata) and `model/` (the final folder in the making). Every file appears by a
+rename, and `model/` becomes `<out>` by one.
 """
 
 import json

@@ -57,7 +57,7 @@ def open_text(
     Raises:
         InputError: the model, the data or the window is unusable.
     """
-    name = model if isinstance(model, str) else None
+    name = None if isinstance(model, PreTrainedModel) else model
     model_config = model.config if isinstance(model, PreTrainedModel) else check_model(model)[0]
     architecture_of(model_config)
     if isinstance(calibration, Tensor):
@@ -66,21 +66,29 @@ def open_text(
                 f"calibration has shape {tuple(calibration.shape)} and dtype {calibration.dtype}; "
                 "give (samples, seq_len) token ids, a data set or a file"
             )
-        windows, data = calibration, "token ids"
-    else:
-        data = str(calibration)
-        check_source(data)
-    check_window(model_config, calibration.shape[1] if isinstance(calibration, Tensor) else config.seq_len)
-    wanted = not isinstance(calibration, Tensor)
-    if tokenizer is None and name is not None and (wanted or has_tokenizer(name)):
+        check_window(model_config, calibration.shape[1])
+        if tokenizer is None and name is not None and has_tokenizer(name):
+            tokenizer = open_tokenizer(name)
+        return Text(calibration, tokenizer, _about("token ids", calibration))
+    data = str(calibration)
+    check_source(data)
+    check_window(model_config, config.seq_len)
+    if tokenizer is None:
+        if name is None:
+            raise InputError("text for a model in memory needs its tokenizer: pass tokenizer=..., or token ids")
         tokenizer = open_tokenizer(name)
-    if not isinstance(calibration, Tensor):
-        if tokenizer is None:
-            raise InputError("calibrating a model in memory on text needs its tokenizer: pass tokenizer=..., or token ids")
-        tokens = tokenize(load_text(data, "calibration"), tokenizer)
-        windows = draw_windows(tokens, config.samples, config.seq_len, config.sampling, config.seed, data)
-    about = {"data": data, "samples": len(windows), "seq_len": windows.shape[1], "tokens": windows.numel()}
-    return Text(windows, tokenizer, about)
+    tokens = tokenize(load_text(data, "calibration"), tokenizer)
+    windows = draw_windows(tokens, config.samples, config.seq_len, config.sampling, config.seed, data)
+    return Text(windows, tokenizer, _about(data, windows))
+
+
+def plain_text(config: CompressionConfig) -> Tensor:
+    """Return windows that stand for a text which nothing will read: their shape, and no tokens."""
+    return torch.zeros(1, 1, dtype=torch.int64).expand(config.samples, config.seq_len)
+
+
+def _about(data: str, windows: Tensor) -> dict[str, Any]:
+    return {"data": data, "samples": len(windows), "seq_len": windows.shape[1], "tokens": windows.numel()}
 
 
 def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:

@@ -39,10 +39,10 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         header: dict[str, Any] = json.loads(file.read(length))
     metadata = header.pop("__metadata__", {})
     start = 8 + length
-    entries = {
-        name: Entry(path, start + item["data_offsets"][0], item["data_offsets"][1] - item["data_offsets"][0], item["dtype"], item["shape"])
-        for name, item in header.items()
-    }
+    entries = {}
+    for name, item in header.items():
+        first, end = item["data_offsets"]
+        entries[name] = Entry(path, start + first, end - first, item["dtype"], item["shape"])
     if entries and max(entry.start + entry.size for entry in entries.values()) != path.stat().st_size:
         raise ValueError(f"'{path}' is truncated: its data is shorter than its header says")
     return entries, metadata

@@ -103,7 +103,8 @@ class ShardBlocks:
 
     def other_tensors(self) -> dict[str, Tensor]:
         """See `BlockSource.other_tensors`; the tensors are read from the shards, in their stored dtype."""
-        return {name: self._read(name) for name in required_tensors(self.model) if not name.startswith(self.prefix + ".")}
+        inside = self.prefix + "."
+        return {name: self._read(name) for name in required_tensors(self.model) if not name.startswith(inside)}
 
     def embed(self, windows: Tensor, batch_size: int | None, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`. Embeddings and norms are in memory during this call only."""

@@ -20,7 +20,7 @@ def architecture_of(config: Any) -> Architecture:
     """
     model_type = config.model_type
     if getattr(config, "modegpt", None):
-        raise InputError(f"the model is already compressed by modegpt (model_type '{model_type}'): give the dense model")
+        raise InputError(f"the model is already compressed (model_type '{model_type}'): give the dense model")
     if model_type not in ARCHITECTURES:
         raise InputError(
             f"model type '{model_type}' is not supported; supported are: {', '.join(sorted(ARCHITECTURES))}"

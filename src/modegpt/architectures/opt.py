@@ -9,6 +9,7 @@ OPT = Architecture(
     output="out_proj",
     up=("fc1",),
     down="fc2",
+    middle="final_layer_norm",
     width="ffn_dim",
     rotary=False,
     scale_query=True,

@@ -30,6 +30,8 @@ class Architecture:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Every projection into the MLP's intermediate space, from the block."""
     down: str = "mlp.down_proj"
+    middle: str = "post_attention_layernorm"
+    """The module whose input is the residual stream between attention and MLP, from the block."""
     width: str = "intermediate_size"
     """The config's name for the MLP width."""
     rotary: bool = True
@@ -42,7 +44,7 @@ class Architecture:
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""
         data = asdict(self)
-        for unused in ("model_type", "width", "rotary", "notes"):
+        for unused in ("model_type", "middle", "width", "rotary", "notes"):
             del data[unused]
         return {**data, "up": list(self.up)}
 

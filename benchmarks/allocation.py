@@ -1,0 +1,75 @@
+"""Perplexity of the four allocation rules at the same budget: which one spends parameters best, and where.
+
+Protocol: paper solvers, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text. The
+rule to make the default is chosen on the rest of that text (`selection`); `test` is the first 12 windows of the test
+text, on which nothing is chosen.
+
+    python benchmarks/allocation.py --data FOLDER
+"""
+
+from pathlib import Path
+
+import torch
+from common import default_model, parser, save
+
+import modegpt
+from modegpt.calibration import draw_windows, load_text, tokenize
+from modegpt.models import open_model, open_tokenizer
+
+RULES = ("uniform", "influence", "influence-blocks", "owl")
+SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 12
+
+
+def main() -> None:
+    """Compress with every rule at every sparsity, and measure each on both texts."""
+    arguments = parser(__doc__, "allocation.json")
+    arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.2, 0.3, 0.4])
+    options = arguments.parse_args()
+    folder = options.data or Path("data")
+    name = default_model(options.model)
+    tokenizer = open_tokenizer(name)
+    dense = open_model(name, torch.float32)
+
+    def tokens(file: str) -> torch.Tensor:
+        return tokenize(load_text(str(folder / file), "evaluation"), tokenizer)
+
+    valid, test = tokens("wiki.valid.txt"), tokens("wiki.test.raw")
+    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    texts = {"selection": valid[SAMPLES * SEQ_LEN :], "test": test}
+
+    def perplexities(model: torch.nn.Module) -> dict[str, float]:
+        return {key: modegpt.perplexity(model, text, SEQ_LEN, EVAL_WINDOWS).perplexity for key, text in texts.items()}
+
+    rows = [{"rule": "dense", "sparsity": 0.0, **perplexities(dense)}]
+    print(rows[0], flush=True)
+    for sparsity in options.sparsity:
+        for rule in RULES:
+            config = modegpt.CompressionConfig(sparsity=sparsity, allocation=rule)
+            model = modegpt.compress(dense, windows, config)
+            report = model.modegpt_report
+            shares = [layer["sparsity"] for layer in report["layers"]]
+            row = {
+                "rule": rule,
+                "sparsity": sparsity,
+                **perplexities(model),
+                "achieved": report["sparsity"],
+                "temperature": report["allocation"]["temperature"],
+                "layer_sparsity": {"min": min(shares), "max": max(shares)},
+                "kv_bytes_share": sum(x["ranks"]["qk"] + x["ranks"]["vo"] for x in report["layers"])
+                / (len(report["layers"]) * 2 * dense.config.head_dim),
+                "seconds": report["seconds"]["total"],
+            }
+            rows.append(row)
+            print(row, flush=True)
+            protocol = {
+                "solver": "paper",
+                "dtype": "float32",
+                "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+                "selection": f"the rest of wiki.valid.txt, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
+                "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
+            }
+            save(options.json, {"model": Path(name).name, "protocol": protocol, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The dry run: what a compression would do to every layer, and about what it would cost."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .allocation import Allocation
+from .compress import Progress, prepare
+from .config import CompressionConfig
+from .errors import MissingExtraError
+from .preparation import Source, plain_text
+from .ranks import LayerSizes
+from .report import protocol
+
+NEEDS_TEXT = ("influence", "influence-blocks", "owl")
+"""Allocation rules that score the blocks on calibration text."""
+
+
+def make_plan(
+    model: PreTrainedModel | str | Path,
+    calibration: str | Path | torch.Tensor,
+    config: CompressionConfig,
+    *,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Score and allocate as `compress` would, and compress nothing.
+
+    Arguments and errors as for `compress`. Rules that need no scores read no calibration text.
+
+    Returns:
+        `layers` (score, sparsity, ranks, parameters of each), `parameters`, `sparsity`, `kv_bytes_per_token`,
+        `estimate` (memory and time), `warnings`; `compress --plan` takes the same JSON back.
+    """
+    text = calibration if config.allocation in NEEDS_TEXT else plain_text(config)
+    run = prepare(model, text, config, tokenizer, progress)
+    scores = run.scores()
+    allocation = run.allocate(scores)
+    source, sizes = run.source, run.sizes
+    dense = sum(parameter.numel() for parameter in source.blocks.model.parameters())
+    removed = [size.removed(ranks) for size, ranks in zip(sizes, allocation.ranks, strict=True)]
+    in_blocks = sum(size.total for size in sizes)
+    layers = []
+    for index, (size, ranks) in enumerate(zip(sizes, allocation.ranks, strict=True)):
+        score = None if scores is None else scores[index].tolist()
+        parameters = {"dense": size.total, "compressed": size.total - removed[index]}
+        layers.append(
+            {"score": score, "sparsity": removed[index] / size.total, "ranks": ranks, "parameters": parameters}
+        )
+    return {
+        "model": source.name,
+        "config": config.as_dict(),
+        "temperature": allocation.temperature,
+        "layers": layers,
+        "parameters": {"dense": dense, "compressed": dense - sum(removed)},
+        "sparsity": {
+            "requested": config.sparsity,
+            "blocks": sum(removed) / in_blocks,
+            "total": sum(removed) / dense,
+        },
+        "kv_bytes_per_token": _cache_bytes(source, allocation, run.out_dtype),
+        "estimate": estimate(source, sizes, config, run.device),
+        "warnings": source.notes + allocation.warnings,
+        **protocol(),
+    }
+
+
+def estimate(
+    source: Source, sizes: list[LayerSizes], config: CompressionConfig, device: torch.device
+) -> dict[str, Any]:
+    """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
+
+    Memory: one block, one MLP moment and two working copies of it in float64, the embeddings, the hidden states.
+    Time: two passes over the blocks and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the
+    float64 rate. Attention scores and disk are left out, so read it as the right order, not as a promise.
+    """
+    dims, n_tokens = source.dims, config.samples * config.seq_len
+    dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
+    block = max(size.total for size in sizes)
+    outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
+    states = n_tokens * dims.d_model * dtype.itemsize
+    memory = block * dtype.itemsize + 3 * 8 * dims.d_int**2
+    passes = sum(2 * 2 * size.total for size in sizes) + dims.n_layers * 2 * dims.d_int**2
+    fast, exact = _rate(dtype, device), _rate(torch.float64, device)
+    seconds = n_tokens * passes / fast + dims.n_layers * 3 * dims.d_int**3 / exact
+    return {
+        "device_bytes": max(memory, outside * dtype.itemsize),
+        "host_bytes": states,
+        "seconds": seconds,
+        "basis": f"{fast / 1e9:.0f} GFLOP/s {str(dtype).removeprefix('torch.')}, {exact / 1e9:.0f} float64, measured",
+    }
+
+
+def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
+    """Draw scores and sparsity by layer as bars, readable in print and without colour vision.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("a plot", "matplotlib", "plot") from None
+    layers = plan["layers"]
+    scores = [layer["score"] for layer in layers if layer["score"] is not None]
+    figure = Figure(figsize=(8, 5 if scores else 3), layout="constrained")
+    axes = figure.subplots(2 if scores else 1, 1, sharex=True, squeeze=False)[:, 0]
+    numbers = range(len(layers))
+    if scores:
+        parts = ["attention", "MLP"] if isinstance(scores[0], list) else [plan["config"]["allocation"]]
+        columns = list(zip(*scores, strict=True)) if isinstance(scores[0], list) else [scores]
+        for part, (label, column) in enumerate(zip(parts, columns, strict=True)):
+            width = 0.8 / len(parts)
+            places = [number + (part - (len(parts) - 1) / 2) * width for number in numbers]
+            style = {"color": ("#0072b2", "#e69f00")[part], "hatch": ("", "//")[part], "edgecolor": "white"}
+            axes[0].bar(places, column, width, label=label, **style)
+        axes[0].set_ylabel("score")
+        axes[0].set_title("importance")
+        if len(parts) > 1:
+            axes[0].legend(frameon=False)
+    axes[-1].bar(numbers, [100 * layer["sparsity"] for layer in layers], 0.8, color="#0072b2")
+    mean = 100 * plan["sparsity"]["blocks"]
+    axes[-1].axhline(mean, color="black", linestyle="--", linewidth=1)
+    axes[-1].set_title(f"parameters removed (dashed: {mean:.1f} % of all blocks)")
+    axes[-1].set_ylabel("%")
+    axes[-1].set_xlabel("layer")
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _cache_bytes(source: Source, allocation: Allocation, dtype: torch.dtype) -> dict[str, int]:
+    dims = source.dims
+    compressed = sum(ranks["qk"] + ranks["vo"] for ranks in allocation.ranks)
+    unit = dims.n_kv_heads * dtype.itemsize
+    return {"dense": 2 * dims.d_head * dims.n_layers * unit, "compressed": compressed * unit}
+
+
+def _rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of a square matrix product on this machine."""
+    size = 1024 if device.type == "cpu" else 8192
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        (matrix @ matrix)[0, 0].item()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,110 @@
+"""One pass over the dense blocks that gives the scores an allocation rule asks for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import Architecture
+from .distributed import Team
+from .importance import InfluenceMeter, outlier_ratio
+
+
+class Scorer(Protocol):
+    """Looks at each block while the calibration text passes through it."""
+
+    @contextmanager
+    def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """Open the context around a block's pass; it gives what to call with input and output of each batch."""
+        ...
+
+    def scores(self) -> Tensor:
+        """Return the scores, summed over all processes."""
+        ...
+
+
+class InfluenceScorer:
+    """Block Influence of every layer, or of its attention and MLP apart.
+
+    Args:
+        n_layers: of the model.
+        architecture: tells where the residual stream between attention and MLP is read.
+        apart: whether attention and MLP are scored apart.
+        team: the processes of the run.
+    """
+
+    def __init__(self, n_layers: int, architecture: Architecture, apart: bool, team: Team) -> None:
+        """Start with no tokens."""
+        self._meter = InfluenceMeter(n_layers, 2 if apart else 1)
+        self._architecture, self._apart, self._team = architecture, apart, team
+
+    @contextmanager
+    def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """See `Scorer.watch`."""
+        middle: list[Tensor] = []
+        hook = None
+        if self._apart:
+            norm = block.get_submodule(self._architecture.middle)
+            hook = norm.register_forward_pre_hook(lambda _module, inputs: middle.append(inputs[0]))
+
+        def add(before: Tensor, after: Tensor) -> None:
+            self._meter.update(index, before, *(states.reshape(before.shape) for states in middle), after)
+            middle.clear()
+
+        try:
+            yield add
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def scores(self) -> Tensor:
+        """See `Scorer.scores`."""
+        self._team.sum_(self._meter.totals)
+        return self._meter.scores()
+
+
+class OutlierScorer:
+    """OWL's share of outlying weights of every layer (Yin et al. 2023).
+
+    Args:
+        architecture: tells where the linear layers are.
+        threshold: OWL's M.
+        team: the processes of the run.
+    """
+
+    def __init__(self, architecture: Architecture, threshold: float, team: Team) -> None:
+        """Start with no layers."""
+        self._architecture, self._threshold, self._team = architecture, threshold, team
+        self._ratios: list[float] = []
+
+    @contextmanager
+    def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """See `Scorer.watch`."""
+        roles = [self._architecture.projection(block, role) for role in ("query", "key", "value", "output", "down")]
+        linears = roles + self._architecture.up_projections(block)
+        squares: dict[nn.Module, Any] = dict.fromkeys(linears, 0.0)
+
+        def add_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            squares[module] = squares[module] + inputs[0].flatten(0, -2).float().square().sum(0, dtype=torch.float64)
+
+        hooks = [linear.register_forward_pre_hook(add_input) for linear in linears]
+        try:
+            yield lambda _before, _after: None
+        finally:
+            for hook in hooks:
+                hook.remove()
+        norms = [self._team.sum_(squares[linear]).sqrt() for linear in linears]
+        self._ratios.append(outlier_ratio([linear.weight for linear in linears], norms, self._threshold, index))
+
+    def scores(self) -> Tensor:
+        """See `Scorer.scores`."""
+        return torch.tensor(self._ratios, dtype=torch.float64)
+
+
+def make_scorer(rule: str, n_layers: int, architecture: Architecture, threshold: float, team: Team) -> Scorer | None:
+    """Return what scores blocks for an allocation rule, or None for a rule that needs no scores."""
+    if rule in ("influence", "influence-blocks"):
+        return InfluenceScorer(n_layers, architecture, rule == "influence-blocks", team)
+    return OutlierScorer(architecture, threshold, team) if rule == "owl" else None

@@ -1,0 +1,71 @@
+"""Two processes: the single process's ranks exactly, its weights to rounding; a dead one ends the run on both."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+COMMAND = ["--calibration", "python-docs", "--sparsity", "0.3", "--samples", "7", "--seq-len", "64"]
+
+
+def torchrun(n: int, *arguments: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+    return [*launcher, "-m", "modegpt", "compress", *arguments]
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("allocation", ["influence", "owl"])
+def test_two_processes_equal_one(allocation: str, tiny_llama_dir: Path, tmp_path: Path):
+    arguments = [str(tiny_llama_dir), *COMMAND, "--allocation", allocation]
+    single = [sys.executable, "-m", "modegpt", "compress", *arguments, "--out", str(tmp_path / "one")]
+    subprocess.run(single, check=True, capture_output=True)
+    subprocess.run(torchrun(2, *arguments, "--out", str(tmp_path / "two")), check=True, env=ENVIRONMENT)
+    reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two")]
+    assert reports[1]["processes"] == 2
+    assert [layer["ranks"] for layer in reports[0]["layers"]] == [layer["ranks"] for layer in reports[1]["layers"]]
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    for name, left in one.items():
+        # Moments differ by the order of float32 products alone, 2^-24 each; the issue's bound is 1e-5 of the matrix.
+        difference = torch.linalg.vector_norm((left - two[name]).double())
+        assert difference <= 1e-5 * torch.linalg.vector_norm(left.double()), name
+
+
+def test_a_dead_process_ends_the_run_and_one_process_resumes_it(tiny_llama_dir: Path, tmp_path: Path):
+    arguments = [str(tiny_llama_dir), *COMMAND, "--out", str(tmp_path / "out")]
+    process = subprocess.Popen(torchrun(2, *arguments), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    victim, deadline = None, time.monotonic() + 120
+    while victim is None and time.monotonic() < deadline:
+        victim = _worker_of(process.pid, rank=1)
+        time.sleep(0.05)
+    assert victim is not None
+    os.kill(victim, signal.SIGKILL)
+    _output, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "SIGKILL" in errors or "died" in errors
+    assert not (tmp_path / "out").exists()
+    again = [sys.executable, "-m", "modegpt", "compress", *arguments, "--resume"]
+    subprocess.run(again, check=True, capture_output=True)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def _worker_of(launcher: int, rank: int) -> int | None:
+    """The process that torchrun started as a rank, once its environment says so."""
+    for folder in Path("/proc").iterdir():
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == launcher and f"RANK={rank}".encode() in environment:
+            return int(folder.name)
+    return None
