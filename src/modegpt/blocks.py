@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +15,9 @@ from .errors import NumericalError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
 
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 16384}
+"""Enough for matrix products to run at full speed; an MLP's activations then take some 100 MB on a CPU and one or two
+GB on a GPU, at the width of a 7B model."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ class BlockSource(Protocol):
         """Return every parameter and persistent buffer outside the blocks, by its name in the model."""
         ...
 
-    def embed(self, windows: Tensor, batch_size: int | None, hidden: HiddenStates) -> Calibration:
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """Return the hidden states before block 0 and the arguments of every block."""
         ...
 
@@ -94,9 +97,43 @@ class ModelBlocks:
         state = self.model.state_dict()
         return {name: state[name] for name in required_tensors(self.model) if not name.startswith(self.prefix + ".")}
 
-    def embed(self, windows: Tensor, batch_size: int | None, hidden: HiddenStates) -> Calibration:
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`."""
         return run_identity_blocks(self.model, self.layers, windows, batch_size, hidden)
+
+
+class PrefetchedBlocks:
+    """Blocks of a source, in order; on a GPU the next one is read and copied while the present one is worked on.
+
+    Args:
+        source: where blocks come from.
+        device: where they go. On a CPU nothing is fetched ahead, so that one block is in memory at a time.
+        n_layers: of the model.
+    """
+
+    def __init__(self, source: BlockSource, device: torch.device, n_layers: int) -> None:
+        """Fetch nothing yet."""
+        self._source, self._device, self._n_layers = source, device, n_layers
+        self._pool = ThreadPoolExecutor(1) if device.type == "cuda" else None
+        self._next: tuple[int, Future[nn.Module]] | None = None
+
+    def take(self, index: int) -> nn.Module:
+        """Return block `index`, and begin to fetch the one after it."""
+        if self._pool is None:
+            return self._source.take(index, self._device)
+        ahead, self._next = self._next, None
+        block = ahead[1].result() if ahead is not None and ahead[0] == index else self._fetch(index)
+        if index + 1 < self._n_layers:
+            self._next = (index + 1, self._pool.submit(self._fetch, index + 1))
+        return block
+
+    def _fetch(self, index: int) -> nn.Module:
+        # A stream of its own: on the default stream the copy would wait for the present block's kernels.
+        stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(stream):
+            block = self._source.take(index, self._device)
+        stream.synchronize()
+        return block
 
 
 def layers_prefix(model: nn.Module, layers: nn.ModuleList) -> str:
@@ -141,7 +178,7 @@ class _Recorder(nn.Module):
 
 @torch.no_grad()
 def run_identity_blocks(
-    model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor, batch_size: int | None, hidden: HiddenStates
+    model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor, batch_size: int, hidden: HiddenStates
 ) -> Calibration:
     """Run the model with identity blocks: the hidden states before block 0 and the arguments of every block.
 
@@ -149,10 +186,9 @@ def run_identity_blocks(
         model: everything outside its blocks must hold weights; the blocks themselves are not touched.
         layers: the model's block list.
         windows: `(samples, seq_len)` token ids.
-        batch_size: sequences a batch; by default so many that a batch has about 4096 tokens.
+        batch_size: sequences a batch.
         hidden: where the hidden states go.
     """
-    batch_size = batch_size or max(1, TOKENS_PER_BATCH // windows.shape[1])
     originals, recorders = list(layers), [_Recorder(layer) for layer in layers]
     arguments: dict[int, list[dict[str, Any]]] = {}
     try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .allocation import Allocation, LayerSizes, allocate
-from .blocks import Calibration, run_block
+from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, run_block
 from .checkpoint import build, check_output, compressed_config
 from .config import CompressionConfig
 from .distributed import Team, join_team
@@ -101,7 +101,7 @@ def compress_to_folder(
     if not resume:
         check_output(out, overwrite)
     run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
-    identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype)
+    identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype, run.device)
     if resume and (finished := finished_report(out, identity)) is not None:
         return finished
     check_output(out, overwrite)
@@ -249,13 +249,14 @@ class Run:
             keep: takes the tensors of a layer that is done.
         """
         calibration = self._embed()
+        blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
         outcomes: list[BlockOutcome] = []
         for index in range(self.source.dims.n_layers):
             if (finished := read(index)) is not None:
                 tensors, outcome = finished
                 block = self._restore(index, tensors, outcome)
             else:
-                block, outcome = self._compress_block(index, calibration, allocation.ranks[index])
+                block, outcome = self._compress_block(blocks, index, calibration, allocation.ranks[index])
                 tensors = _rounded(block, self.out_dtype)
                 keep(index, tensors, outcome)
             outcomes.append(outcome)
@@ -266,11 +267,11 @@ class Run:
         return outcomes
 
     def _compress_block(
-        self, index: int, calibration: Calibration, ranks: dict[str, int]
+        self, blocks: PrefetchedBlocks, index: int, calibration: Calibration, ranks: dict[str, int]
     ) -> tuple[nn.Module, BlockOutcome]:
         source = self.source
         with self.watch.stage("load"):
-            block = source.blocks.take(index, self.device)
+            block = blocks.take(index)
         moments = BlockMoments.zeros(source.dims, self.device)
         with self.watch.stage("moments"), record_moments(block, source.architecture, moments):
             for _ in run_block(block, index, calibration, self.device):
@@ -295,7 +296,9 @@ class Run:
     def _embed(self) -> Calibration:
         with self.watch.stage("embed"):
             hidden = HiddenStates(self.config.max_host_memory)
-            return self.source.blocks.embed(self.team.share(self.text.windows), self.config.batch_size, hidden)
+            windows = self.team.share(self.text.windows)
+            fitting = max(1, TOKENS_PER_BATCH[self.device.type] // windows.shape[1])
+            return self.source.blocks.embed(windows, self.config.batch_size or fitting, hidden)
 
     def _advance(self, block: nn.Module, index: int, calibration: Calibration, on_batch: Any = None) -> None:
         """Replace the hidden states by the block's outputs."""

@@ -30,6 +30,8 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as problem:
         raise InputError(f"device '{name}' is unknown; give auto, cpu, cuda or cuda:N") from problem
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device '{name}' is not supported; give auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(f"device '{name}' is not here: torch sees {torch.cuda.device_count()} CUDA devices")
     return device

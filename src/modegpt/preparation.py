@@ -120,7 +120,9 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
     return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)
 
 
-def run_fingerprint(source: Source, text: Text, config: CompressionConfig, out_dtype: torch.dtype) -> dict[str, Any]:
+def run_fingerprint(
+    source: Source, text: Text, config: CompressionConfig, out_dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
     """Return everything that decides the result of a run, by field, as JSON values."""
     settings = config.as_dict()
     for irrelevant in ("device", "max_host_memory"):
@@ -131,6 +133,7 @@ def run_fingerprint(source: Source, text: Text, config: CompressionConfig, out_d
         "model config": hashlib.sha256(source.config.to_json_string(use_diff=False).encode()).hexdigest(),
         "calibration tokens": ids,
         "output dtype": str(out_dtype).removeprefix("torch."),
+        "device type": device.type,
         "versions": versions(),
         **{f"setting {name}": value for name, value in settings.items()},
     }

@@ -106,7 +106,7 @@ class ShardBlocks:
         inside = self.prefix + "."
         return {name: self._read(name) for name in required_tensors(self.model) if not name.startswith(inside)}
 
-    def embed(self, windows: Tensor, batch_size: int | None, hidden: HiddenStates) -> Calibration:
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`. Embeddings and norms are in memory during this call only."""
         model = copy.deepcopy(self.model)
         base, layers = model.base_model, decoder_layers(model, {"layers": self._layers_in_base()})
