@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import psd
+
 
 class CRResult(NamedTuple):
     """The coordinates that stay, for every key head."""
@@ -35,7 +37,12 @@ def cr(query: Tensor, key: Tensor, n_pairs: int, n_plain: int, rotary_dim: int) 
         n_pairs: rotary pairs to keep a head, `0 ≤ n_pairs ≤ rotary_dim/2`.
         n_plain: unrotated coordinates to keep a head, `0 ≤ n_plain ≤ d_head − rotary_dim`.
         rotary_dim: leading coordinates under the rotary embedding (0 for none, `d_head` for all).
+
+    Raises:
+        NotPositiveDefiniteError: an energy is not finite.
     """
+    psd.require_finite(query, "the query energy")
+    psd.require_finite(key, "the key energy")
     n_kv_heads, d_head = key.shape
     query = query.reshape(n_kv_heads, -1, d_head)
     key = key[:, None]

@@ -27,15 +27,13 @@ class NystromResult(NamedTuple):
 
 
 def inverse_diagonal(moment: Tensor, ridge: float) -> tuple[Tensor, float]:
-    """Return `λ[(C+λI)⁻¹]_ii = 1 − s_i` and the jitter, from one Cholesky and one triangular inverse (`2n³/3`).
+    """Return `λ[(C+λI)⁻¹]_ii = 1 − s_i` and the jitter, from one Cholesky factor and triangular solves (`2n³/3`).
 
     The complement of the leverage score is computed, not the score: most scores lie so near 1 that their
     differences, which decide the selection, would be lost in `1 − x`.
     """
-    regularised = moment + ridge * torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
-    lower, jitter = psd.cholesky(regularised)
-    identity = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
-    return ridge * torch.linalg.solve_triangular(lower, identity, upper=False).square().sum(0), jitter
+    lower, jitter = psd.cholesky(moment, ridge)
+    return ridge * psd.inverse_diagonal(lower), jitter
 
 
 def ridge_leverage_scores(moment: Tensor, ridge: float = 1.0) -> Tensor:
@@ -71,13 +69,18 @@ def refit(moment: Tensor, down: Tensor, kept: Tensor) -> tuple[Tensor, float, in
     dropped = dropped_mask.nonzero().squeeze(1)
     if len(dropped) == 0:
         return down.clone(), 0.0, 0
-    down_dropped = down[:, dropped]
-    cross = moment[kept][:, dropped] @ down_dropped.mT
-    correction, rank = psd.solve(moment[kept][:, kept], cross)
-    residual = _energy(moment[dropped][:, dropped], down_dropped) - (cross * correction).sum()
-    total = _energy(moment, down)
+    down_kept, down_dropped = down[:, kept], down[:, dropped]
+    rows = moment[kept]
+    cross = rows[:, dropped] @ down_dropped.mT
+    kept_moment = rows[:, kept]
+    del rows  # at d_int = 28672 it is 4.6 GB, and the solve needs that room
+    correction, rank = psd.solve(kept_moment, cross)
+    # ‖Z W_Dᵀ‖² by its kept part, its dropped part and their product: half the work of one product with all of C.
+    dropped_energy = _energy(moment[dropped][:, dropped], down_dropped)
+    total = _energy(kept_moment, down_kept) + 2 * (down_kept.mT * cross).sum() + dropped_energy
+    residual = dropped_energy - (cross * correction).sum()
     error = (residual.clamp_min(0) / total).sqrt().item() if total > 0 else 0.0
-    return down[:, kept] + correction.mT, error, len(kept) - rank
+    return down_kept + correction.mT, error, len(kept) - rank
 
 
 def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> NystromResult:
@@ -93,8 +96,9 @@ def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> Nyst
         ridge: `λ` of the leverage scores; the paper's is 1.
 
     Raises:
-        NotPositiveDefiniteError: the moment is indefinite or not finite.
+        NotPositiveDefiniteError: the moment is indefinite, or an input is not finite.
     """
+    psd.require_finite(down, "the down projection")
     complement, jitter = inverse_diagonal(moment, ridge)
     kept = complement.argsort(stable=True)[:rank].sort().values
     weight, error, deficiency = refit(moment, down, kept)

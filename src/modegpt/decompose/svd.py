@@ -31,7 +31,8 @@ def joint_svd(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
     The same as Algorithm 3, since `(R W_O)ᵀ R W_O = W_Oᵀ W_Vᵀ C W_V W_O`, at `d_head³` in place of `d_model³`, value
     bias included. For a group of query heads with their output blocks side by side it is the exact optimum too:
     error² is the energy of the discarded singular values. The pair is returned in the gauge where `B` has
-    orthonormal columns (`B = QT`, `Ŵ_O ← TŴ_O`), so weights keep their scale in half precision.
+    orthonormal columns (`B = QT`, `Ŵ_O ← TŴ_O`), so weights keep their scale in half precision. Where `G` is singular
+    the optimum is not unique, and the one nearest to `Bᵀ W_O` is taken: at full rank `B Ŵ_O = W_O` always.
 
     Args:
         moment: `(n_kv_heads, d_head, d_head)` second moments `G = Σ v vᵀ` (bias included), float64.
@@ -40,15 +41,20 @@ def joint_svd(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
         rank: columns to keep, `1 ≤ rank ≤ d_head`.
 
     Raises:
-        NotPositiveDefiniteError: a moment is not finite.
+        NotPositiveDefiniteError: an input is not finite.
     """
+    psd.require_finite(output, "the output projection")
     factor = psd.root(moment)
     # The left singular vectors of the wide R W_O are the eigenvectors of the small (R W_O)(R W_O)ᵀ.
     weighted = factor.root @ output
     left = torch.linalg.eigh(weighted @ weighted.mT).eigenvectors.flip(-1)[..., :rank]
     basis, triangular = torch.linalg.qr(factor.inverse @ left)
     basis, triangular = _fix_signs(basis, triangular)
-    return _result(moment, output, basis, triangular @ (left.mT @ weighted), factor.rank)
+    # Along basis directions that the values never take, any output is optimal: keep the original one.
+    projected = basis.mT @ output
+    seen = psd.root(basis.mT @ moment @ basis)
+    unseen = projected - seen.inverse @ (seen.root @ projected)
+    return _result(moment, output, basis, triangular @ (left.mT @ weighted) + unseen, factor.rank)
 
 
 def value_eigenvectors(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
@@ -57,6 +63,7 @@ def value_eigenvectors(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
     Keeps the directions in which the values are largest and ignores what the output projection makes of them; kept
     to reproduce the paper. Arguments, result and errors as for `joint_svd`.
     """
+    psd.require_finite(output, "the output projection")
     rank_of_moment = psd.root(moment).rank
     vectors = torch.linalg.eigh(psd.symmetrize(moment)).eigenvectors
     basis = _fix_signs(vectors.flip(-1)[..., :rank])[0]
