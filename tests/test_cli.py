@@ -1,5 +1,6 @@
 """The commands: what they write, and that every wrong call ends with code 2 and one line that says what is wrong."""
 
+import io
 import json
 import math
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from typer.testing import CliRunner, Result
@@ -19,7 +21,8 @@ from modegpt import MissingExtraError
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
 from modegpt.config import CompressionConfig
-from modegpt.demo import model_file
+from modegpt.demo import model_file, tables
+from modegpt.demo import run as run_demo
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 
@@ -328,6 +331,29 @@ def test_info_refuses_what_is_no_compressed_checkpoint(run: tuple[Path, Result],
     assert_refused(modegpt("info", folder), "model.safetensors")
     weights.unlink()
     assert_refused(modegpt("info", folder), ".safetensors")
+
+
+def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path: Path):
+    stages = []
+    result = run_demo(tmp_path / "kept", False, lambda stage, done, total: stages.append(stage), tiny_llama_dir)
+    dense, compressed = result["dense"], result["compressed"]
+    found = json.loads(modegpt("info", tmp_path / "kept", "--json", "-").stdout)
+    for name in ("dense", "compressed"):
+        assert result[name]["parameters"] == found["parameters"][name]
+        assert result[name]["kv_bytes_per_token"] == found["kv_bytes_per_token"][name]
+    assert compressed["file_bytes"] == found["file_bytes"] < dense["file_bytes"]
+    # A model with random weights knows nothing, compressed or not: about as many choices as its 384 tokens.
+    assert 350 < dense["perplexity"] < 500
+    assert 350 < compressed["perplexity"] < 500
+    assert dense["evaluated_tokens"] == compressed["evaluated_tokens"] == 12 * 511
+    assert set(stages) == {"compress", "evaluate", "timing"}
+    console = Console(width=100, record=True, file=io.StringIO())
+    for part in tables(result):
+        console.print(part)
+    text = console.export_text()
+    for row in ("parameters", "file size", "KV cache", "perplexity", "reading", "generating", "dense, greedy"):
+        assert row in text
+    assert f"{compressed['parameters']:,}" in text
 
 
 def test_an_unknown_command_is_refused():
