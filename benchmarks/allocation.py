@@ -10,9 +10,9 @@ text, on which nothing is chosen.
 from pathlib import Path
 
 import torch
-from common import default_model, parser, save
 
 import modegpt
+from common import default_model, parser, save
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.models import open_model, open_tokenizer
 

@@ -51,6 +51,17 @@ def test_every_command_in_the_readme_exists_and_none_is_missing():
         assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
 
 
+def test_the_figures_are_those_of_the_result_files():
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from tables import figures  # pyright: ignore[reportMissingImports]
+    finally:
+        sys.path.pop(0)
+    section = re.search(r"<!-- figures -->\n(.*?)\n?<!-- /figures -->", README, re.DOTALL)
+    assert section is not None
+    assert section[1] == figures()
+
+
 def test_links_and_make_targets_exist():
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target

@@ -41,7 +41,10 @@ def build(config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel
     """Put a compressed causal language model together from its config and its tensors, which it takes over."""
     stock = config.modegpt["architecture"]["name"]  # pyright: ignore[reportAttributeAccessIssue]
     model_class = compressed_class(f"{stock}ForCausalLM")
-    return model_class.from_pretrained(None, config=config, state_dict=state, dtype=config.dtype).eval()  # pyright: ignore[reportAttributeAccessIssue]
+    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=config.dtype).eval()  # pyright: ignore[reportAttributeAccessIssue]
+    # transformers makes the text "None" of the missing name, and PEFT would write that into its adapters.
+    model.name_or_path = model.config.name_or_path = ""
+    return model
 
 
 def check_output(out: str | Path, overwrite: bool) -> None:

@@ -23,7 +23,7 @@ from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
 from .models import resolve_device
 from .moments import BlockMoments, record_moments
-from .partial import PartialCheckpoint, finished_report
+from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
 from .report import Stopwatch, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import make_scorer
@@ -74,7 +74,7 @@ def compress(
         compressed = build(run.compressed_config([layer["shape"] for layer in report["layers"]]), state)
         if run.source.generation_config is not None:
             compressed.generation_config = run.source.generation_config
-    compressed.modegpt_report = report
+    compressed.modegpt_report = report  # pyright: ignore[reportArgumentType] - a plain attribute
     return compressed
 
 
@@ -103,6 +103,8 @@ def compress_to_folder(
     run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
     identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype, run.device)
     if resume and (finished := finished_report(out, identity)) is not None:
+        if run.team.is_main:
+            clear_leftovers(out)  # the run may have been killed between its last rename and this
         return finished
     check_output(out, overwrite)
     return run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
@@ -199,6 +201,7 @@ class Run:
             other = self._other_tensors()
         report = self.report(allocation, scores, outcomes)
         config = self.compressed_config([outcome.layer for outcome in outcomes])
+        report["fingerprint"] = partial.fingerprint
         partial.finish(other, len(outcomes), config, self.source.generation_config, self.text.tokenizer, report)
         return report
 

@@ -145,7 +145,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
-    return model.to(device).eval()
+    return model.to(device).eval()  # pyright: ignore[reportArgumentType] - transformers types `to` as unbound
 
 
 def _first_line(problem: Exception) -> str:

@@ -45,7 +45,7 @@ class PartialCheckpoint:
             InputError: an unfinished run is there and neither `resume` nor `overwrite` is set, or it is another run.
         """
         self.out, self.fingerprint, self.overwrite = out, fingerprint, overwrite
-        self.folder = out.with_name(out.name + ".partial")
+        self.folder = _partial(out)
         self._layers = self.folder / "layers"
         identity = self.folder / "fingerprint.json"
         if identity.is_file() and resume:
@@ -141,7 +141,7 @@ class PartialCheckpoint:
         if tokenizer is not None:
             tokenizer.save_pretrained(model)
         (model / MODELING_FILE).write_bytes(modeling_source())
-        write_json({**report, "fingerprint": self.fingerprint}, model / REPORT_NAME)
+        write_json(report, model / REPORT_NAME)
         for file in model.iterdir():
             if file.is_file():
                 _flush(file)
@@ -150,14 +150,10 @@ class PartialCheckpoint:
         """Give the finished folder its name; an existing one stays whole until then."""
         model = self.folder / "model"
         if self.out.exists():
-            previous = self.out.with_name(self.out.name + ".previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            self.out.rename(previous)
-            model.rename(self.out)
-            shutil.rmtree(previous)
-        else:
-            model.rename(self.out)
-        shutil.rmtree(self.folder)
+            shutil.rmtree(_previous(self.out), ignore_errors=True)
+            self.out.rename(_previous(self.out))
+        model.rename(self.out)
+        clear_leftovers(self.out)
 
     def _write_weights(self, files: list[Path], target: Path) -> None:
         entries: dict[str, Entry] = {}
@@ -214,6 +210,20 @@ def finished_report(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | 
         return None
     report = json.loads(path.read_text(encoding="utf-8"))
     return report if report.get("fingerprint") == fingerprint else None
+
+
+def clear_leftovers(out: Path) -> None:
+    """Remove what a finished run no longer needs: the layer files, and the folder that it replaced."""
+    shutil.rmtree(_partial(out), ignore_errors=True)
+    shutil.rmtree(_previous(out), ignore_errors=True)
+
+
+def _partial(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
+def _previous(out: Path) -> Path:
+    return out.with_name(out.name + ".previous")
 
 
 def _short(value: Any) -> str:

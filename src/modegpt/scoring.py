@@ -46,7 +46,7 @@ class InfluenceScorer:
         middle: list[Tensor] = []
         hook = None
         if self._apart:
-            norm = block.get_submodule(self._architecture.middle)
+            norm = self._architecture.middle_module(block)
             hook = norm.register_forward_pre_hook(lambda _module, inputs: middle.append(inputs[0]))
 
         def add(before: Tensor, after: Tensor) -> None:

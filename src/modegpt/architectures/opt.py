@@ -1,8 +1,19 @@
 """OPT."""
 
+from torch import nn
+
 from .spec import Architecture
 
-OPT = Architecture(
+
+class OptArchitecture(Architecture):
+    """OPT; its 350M model, alone, normalises after each module."""
+
+    def middle_module(self, block: nn.Module) -> nn.Module:
+        """Return the norm before the MLP, or, where the norm comes after it, the MLP's first layer."""
+        return super().middle_module(block) if block.do_layer_norm_before else block.get_submodule("fc1")
+
+
+OPT = OptArchitecture(
     model_type="opt",
     name="OPT",
     layers="decoder.layers",

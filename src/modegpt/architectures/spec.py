@@ -54,6 +54,10 @@ class Architecture:
             return block.get_submodule(self.down)  # pyright: ignore[reportReturnType]
         return block.get_submodule(f"{self.attention}.{getattr(self, role)}")  # pyright: ignore[reportReturnType]
 
+    def middle_module(self, block: nn.Module) -> nn.Module:
+        """Return the module whose input is the residual stream between attention and MLP."""
+        return block.get_submodule(self.middle)
+
     def up_projections(self, block: nn.Module) -> list[nn.Linear]:
         """Return the linear layers into the MLP's intermediate space."""
         return [block.get_submodule(path) for path in self.up]  # pyright: ignore[reportReturnType]

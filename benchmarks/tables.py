@@ -1,0 +1,114 @@
+"""Writes the README's figures, between their markers, from the JSON that the benchmarks left in benchmarks/results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+START, END = "<!-- figures -->", "<!-- /figures -->"
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """Return a result file, or None if that benchmark has not been run."""
+    path = RESULTS / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def faithful() -> str:
+    """Return the section on the paper's solvers, module by module."""
+    if (data := load("faithful.json")) is None:
+        return ""
+    rows = [
+        [row["modules"], f"{row['perplexity']:.2f}", f"{row['sparsity']['blocks']:.1%}" if "sparsity" in row else ""]
+        for row in data["rows"]
+    ]
+    about = data["protocol"]
+    return (
+        "**The paper's solvers, module by module.** SmolLM2-135M-Instruct, uniform 25 % (every rank is a whole "
+        f"number), {about['dtype']};\ncalibrated on {about['calibration']}; perplexity on {about['evaluation']}\n"
+        "(`benchmarks/faithful.py`).\n\n" + table(["compressed", "perplexity", "of the blocks removed"], rows)
+    )
+
+
+def lean() -> str:
+    """Return the section on what compressing costs."""
+    if (data := load("lean.json")) is None:
+        return ""
+    spread = f"{min(data['ratios']):.2f} to {max(data['ratios']):.2f}"
+    return (
+        f"**What compressing costs.** {data['ratio_median']:.1f} times one plain forward pass over the same "
+        f"{data['protocol']['tokens']} tokens, in one\nprocess ({spread} over {len(data['ratios'])} repeats, "
+        "`benchmarks/lean.py`). The paper reports 4 h 09 m for Llama-2 7B on one A100."
+    )
+
+
+def allocation() -> str:
+    """Return the section on the allocation rules."""
+    if (data := load("allocation.json")) is None:
+        return ""
+    sparsities = sorted({row["sparsity"] for row in data["rows"]} - {0.0})
+    rules = list(dict.fromkeys(row["rule"] for row in data["rows"] if row["rule"] != "dense"))
+    cell = {(row["rule"], row["sparsity"]): row for row in data["rows"]}
+    about, dense = data["protocol"], data["rows"][0]
+    header = ["rule"] + [f"{sparsity:.0%} {text}" for sparsity in sparsities for text in ("selection", "test")]
+    rows = []
+    for rule in rules:
+        values = [cell[rule, s][text] for s in sparsities for text in ("selection", "test")]
+        rows.append([f"`{rule}`", *(f"{value:.1f}" for value in values)])
+    return (
+        f"**Allocation rules at one budget.** {about['solver']} solvers, calibrated on {about['calibration']};\n"
+        f"`selection` is {about['selection']} (dense {dense['selection']:.1f}), on which\n"
+        f"the default was chosen; `test` is {about['test']} (dense {dense['test']:.1f}; "
+        "`benchmarks/allocation.py`).\n\n" + table(header, rows)
+    )
+
+
+def streaming() -> str:
+    """Return the section on memory and time by depth."""
+    if (data := load("compress_speed_1b_cpu.json")) is None:
+        return ""
+    about = data["protocol"]
+
+    def per_layer(row: dict[str, Any]) -> float:
+        return row["seconds"]["total"] / row["layers"]
+
+    rows = [
+        [
+            str(row["layers"]),
+            f"{row['checkpoint_bytes'] / 1e9:.2f} GB",
+            f"{row['peak_memory_bytes'] / 1e9:.2f} GB",
+            f"{row['peak_memory_share']:.0%}",
+            f"{per_layer(row) / per_layer(data['rows'][0]):.2f}",
+        ]
+        for row in data["rows"]
+    ]
+    header = ["layers", "checkpoint", "peak memory of the process", "share", "time per layer, relative"]
+    return (
+        f"**Memory does not grow with depth.** A Llama of d_model 2048 and d_int 5632, weights {about['weights']},\n"
+        f"{about['tokens']} tokens, CPU (`benchmarks/compress_speed.py --shape 1b`).\n\n" + table(header, rows)
+    )
+
+
+def figures() -> str:
+    """Return everything between the README's markers."""
+    sections = [section for section in (faithful(), lean(), allocation(), streaming()) if section]
+    return "\n\n".join(sections)
+
+
+def main() -> None:
+    """Rewrite the README's section."""
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    before, after = text.split(START)[0], text.split(END)[1]
+    readme.write_text(f"{before}{START}\n{figures()}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

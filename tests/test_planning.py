@@ -1,0 +1,119 @@
+"""The dry run: what it says is what compress then does."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from typer.testing import CliRunner
+
+import modegpt
+from modegpt import CompressionConfig, InputError
+from modegpt.cli import app
+from modegpt.plan_file import read_plan
+from modegpt.planning import make_plan
+
+TEXT = ["--calibration", "python-docs", "--samples", "4", "--seq-len", "32"]
+
+
+@pytest.mark.parametrize("rule", ["uniform", "influence", "influence-blocks", "owl"])
+def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny_llama_dir: Path, tmp_path: Path):
+    plan_file, plot = tmp_path / "plan.json", tmp_path / "plan.png"
+    how = ["--sparsity", "0.3", "--allocation", rule, *TEXT]
+    done = CliRunner().invoke(
+        app, ["plan", str(tiny_llama_dir), *how, "--json", str(plan_file), "--plot", str(plot)], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    planned = json.loads(plan_file.read_text())
+    assert [layer["score"] is None for layer in planned["layers"]] == [rule == "uniform"] * len(planned["layers"])
+    for key in ("device_bytes", "host_bytes", "seconds"):
+        assert planned["estimate"][key] > 0
+
+    direct, by_plan = tmp_path / "direct", tmp_path / "by-plan"
+    for out, options in ((direct, how), (by_plan, ["--plan", str(plan_file), *TEXT])):
+        done = CliRunner().invoke(app, ["compress", str(tiny_llama_dir), "--out", str(out), *options])
+        assert done.exit_code == 0, done.output
+    report = json.loads((direct / "report.json").read_text())
+    assert [layer["ranks"] for layer in report["layers"]] == [layer["ranks"] for layer in planned["layers"]]
+    assert report["parameters"] == planned["parameters"]
+    assert {k: report["sparsity"][k] for k in ("blocks", "total")} == {
+        k: planned["sparsity"][k] for k in ("blocks", "total")
+    }
+    assert (direct / "model.safetensors").read_bytes() == (by_plan / "model.safetensors").read_bytes()
+    described = json.loads((direct / "config.json").read_text())["modegpt"]["layers"]
+    kept = sum(2 * layer["rope_pairs"] + layer["qk_plain"] + layer["value_dim"] for layer in described)
+    dense_config = json.loads((tiny_llama_dir / "config.json").read_text())
+    assert planned["kv_bytes_per_token"]["compressed"] == kept * dense_config["num_key_value_heads"] * 4
+
+
+def small_models() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    llama = LlamaConfig(
+        hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=64, max_position_embeddings=64,
+    )  # fmt: skip
+    opt = OPTConfig(
+        hidden_size=32, word_embed_proj_dim=32, ffn_dim=96, num_hidden_layers=3, num_attention_heads=4, vocab_size=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    post_norm = OPTConfig(**{**opt.to_dict(), "do_layer_norm_before": False})
+    return {
+        "llama": LlamaForCausalLM(llama).eval(),
+        "opt": OPTForCausalLM(opt).eval(),
+        "opt-post-norm": OPTForCausalLM(post_norm).eval(),
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "opt-post-norm"])
+def test_the_parts_of_a_block_are_scored_on_the_stream_between_them(family: str):
+    model = small_models()[family]
+    windows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    config = CompressionConfig(sparsity=0.3, allocation="influence-blocks")
+    scores = torch.tensor([layer["score"] for layer in make_plan(model, windows, config)["layers"]])
+    # Independently: the stream after attention is what the model's own modules add up to.
+    with torch.no_grad():
+        states = model(windows, output_hidden_states=True).hidden_states
+    layers = model.base_model.get_submodule("layers" if family == "llama" else "decoder.layers")
+    attended: list[torch.Tensor] = []
+    handles = [
+        layer.self_attn.register_forward_hook(lambda _m, _i, output: attended.append(output[0])) for layer in layers
+    ]
+    with torch.no_grad():
+        model(windows)
+    for handle in handles:
+        handle.remove()
+    for index in range(2):  # the last entry of hidden_states is after the final norm
+        middle = states[index] + attended[index]
+        if family == "opt-post-norm":
+            middle = layers[index].self_attn_layer_norm(middle).detach()
+        for part, (before, after) in enumerate(((states[index], middle), (middle, states[index + 1]))):
+            cosine = torch.cosine_similarity(before.double(), after.double(), dim=-1)
+            # float32 states, cosines averaged in float64.
+            assert scores[index, part].item() == pytest.approx((1 - cosine).mean().item(), abs=1e-6)
+
+
+def test_ranks_round_to_what_kernels_like():
+    model = small_models()["llama"]
+    windows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    config = CompressionConfig(sparsity=0.4, allocation="influence", round_to=4, temperature=1.0)
+    for layer in modegpt.compress(model, windows, config).modegpt_report["layers"]:
+        assert all(rank % 4 == 0 for rank in layer["ranks"].values())
+
+
+def test_an_impossible_budget_names_the_largest_possible(tiny_llama_dir: Path):
+    with pytest.raises(InputError, match=r"largest|at most"):
+        make_plan(tiny_llama_dir, "python-docs", CompressionConfig(
+            sparsity=0.9, modules=("qk",), allocation="influence", samples=2, seq_len=16))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("nonsense", "cannot be read"), ("{}", "no list of layers"), ('[{"mlp": 1}]', "layer 0: give the ranks")],
+)
+def test_a_file_that_is_no_plan_is_refused(content: str, message: str, tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    with pytest.raises(InputError, match=message):
+        read_plan(path)
