@@ -112,9 +112,11 @@ def round_to_budget(
 ) -> list[int]:
     """Round real-valued removals to steps so that their sum is kept.
 
-    Error diffusion: a layer's modules are rounded from the coarsest step to the finest, each taking over what the
-    one before left; what a layer leaves goes to the next. So each layer keeps its share to about half its finest
-    step, and the total too. What full or empty modules could not take is then corrected where the steps are finest.
+    Error diffusion: in each layer the module with the finest steps (the MLP) takes over what the rounding of the
+    others left, and what the layer before left. So each layer keeps its share to about half its finest step, and the
+    total too. The coarser modules pass their own error on to the same module of the next layer, so that over the
+    layers each keeps its share as well, however wide the steps. What full or empty modules could not take is then
+    corrected where the steps are finest.
 
     Args:
         slots: the free ranks.
@@ -126,14 +128,20 @@ def round_to_budget(
         Steps to take from each slot's `top`.
     """
     steps, carry = [0] * len(slots), 0.0
-
-    def order(index: int) -> tuple[float, int, int]:
-        return -urgency[slots[index].layer], slots[index].layer, -slots[index].unit
-
-    for index in sorted(range(len(slots)), key=order):
-        slot, due = slots[index], wanted[index] - slots[index].least + carry
-        steps[index] = min(max(math.floor(due / slot.unit + 0.5), 0), slot.steps)
-        carry = due - steps[index] * slot.unit
+    owed: dict[str, float] = {}
+    layers: dict[int, list[int]] = {}
+    for index, slot in enumerate(slots):
+        layers.setdefault(slot.layer, []).append(index)
+    for layer in sorted(layers, key=lambda layer: (-urgency[layer], layer)):
+        *coarse, finest = sorted(layers[layer], key=lambda index: -slots[index].unit)
+        for index in (*coarse, finest):
+            slot, due = slots[index], wanted[index] - slots[index].least
+            passed_on = carry if index == finest else owed.get(slot.module, 0.0)
+            steps[index] = min(max(math.floor((due + passed_on) / slot.unit + 0.5), 0), slot.steps)
+            left = due - steps[index] * slot.unit
+            carry += left
+            # More than half a step is owed only by a module at its limit: it cannot be made up for, so it is dropped.
+            owed[slot.module] = min(max(owed.get(slot.module, 0.0) + left, -slot.unit / 2), slot.unit / 2)
     _correct(slots, wanted, steps, carry, allowed)
     return steps
 
