@@ -11,7 +11,7 @@ import functools
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -23,6 +23,9 @@ PREFIX = "Modegpt"
 MODEL_TYPE_PREFIX = "modegpt_"
 FORMAT_VERSION = 1
 
+# The mixins below stand in front of stock classes, which are found by name at run time: type checkers see their bases.
+_ConfigBase, _ModelBase = (PreTrainedConfig, PreTrainedModel) if TYPE_CHECKING else (object, object)
+
 
 class CompressedAttention:
     """One attention forward for every family, put in front of the stock attention class.
@@ -33,6 +36,15 @@ class CompressedAttention:
     """
 
     rope_index: Tensor
+    config: Any
+    layer_idx: int
+    scaling: float
+    training: bool
+    _eager: Any
+    _names: dict[str, Any]
+    _n_kv_heads: int
+    _qk_dim: int
+    _rope_pairs: int
 
     def forward(
         self,
@@ -51,6 +63,7 @@ class CompressedAttention:
         key = getattr(self, names["key"])(hidden_states).view(shape)
         value = getattr(self, names["value"])(hidden_states).view(shape).transpose(1, 2)
         if self._rope_pairs:
+            assert position_embeddings is not None
             cos, sin = (self._gather(table) for table in position_embeddings)
             query = _rotate(query, cos.unsqueeze(-2), sin.unsqueeze(-2), self._rope_pairs)
             key = _rotate(key, cos, sin, self._rope_pairs)
@@ -76,15 +89,18 @@ class CompressedAttention:
         context = context[..., :value_dim].reshape(*hidden_states.shape[:-1], -1).contiguous()
         return getattr(self, names["output"])(context), weights
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so pickle cannot find it by name; the stock class it can.
+        return _empty_attention, (type(self).__mro__[2],), self.__dict__
+
     def _gather(self, table: Tensor) -> Tensor:
         """Cosines or sines of each key head's own pairs: `(batch, tokens, r)` to `(batch, tokens, heads, pairs)`."""
         return table.index_select(-1, self.rope_index.flatten()).unflatten(-1, self.rope_index.shape)
 
     def _window(self) -> int | None:
         """The layer's sliding window: its own where the family sets one by layer, else the config's."""
-        missing = object()
-        own = getattr(self, "sliding_window", missing)
-        return getattr(self.config, "sliding_window", None) if own is missing else own
+        owner = self if hasattr(self, "sliding_window") else self.config
+        return getattr(owner, "sliding_window", None)
 
     @property
     def _dropout(self) -> float:
@@ -115,7 +131,28 @@ def _pad_to_equal_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     return query, key, nn.functional.pad(value, (0, -missing))
 
 
-class CompressedModel:
+class CompressedConfig(_ConfigBase):
+    """Mixin in front of a stock config class."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as stock configs do."""
+        # PEFT asks for exactly this before it looks up the default modules of a model type: the one moment when it is
+        # sure to be imported, whichever of it and the model came first.
+        share_peft_defaults(self.model_type)
+        return super().to_dict()
+
+
+def share_peft_defaults(model_type: str) -> None:
+    """Give a compressed model type the default target modules that PEFT has for the dense one, if PEFT is imported."""
+    constants = sys.modules.get("peft.utils.constants")
+    tables = [] if constants is None else vars(constants).items()
+    for name, table in tables:
+        dense = model_type.removeprefix(MODEL_TYPE_PREFIX)
+        if name.endswith("_MODULES_MAPPING") and isinstance(table, dict) and dense in table:
+            table.setdefault(model_type, table[dense])
+
+
+class CompressedModel(_ModelBase):
     """Mixin in front of a stock model class: builds the stock skeleton, then shrinks its projections."""
 
     _stock: type
@@ -159,7 +196,9 @@ def check_version(description: dict[str, Any]) -> None:
 
 def decoder_layers(model: PreTrainedModel, architecture: dict[str, Any]) -> nn.ModuleList:
     """Return the list of decoder blocks of a causal language model or of its base model."""
-    return model.base_model.get_submodule(architecture["layers"])
+    layers = model.base_model.get_submodule(architecture["layers"])
+    assert isinstance(layers, nn.ModuleList)
+    return layers
 
 
 def shrink_block(
@@ -175,7 +214,7 @@ def shrink_block(
     """
     n_heads = config.num_attention_heads
     n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
-    attention = block.get_submodule(architecture["attention"])
+    attention: Any = block.get_submodule(architecture["attention"])
     qk_dim = 2 * layer["rope_pairs"] + layer["qk_plain"]
     names = {name: architecture[name] for name in ("query", "key", "value", "output", "scale_query")}
     resize(attention.get_submodule(names["query"]), rows=n_heads * qk_dim)
@@ -195,7 +234,7 @@ def shrink_block(
         attention.register_buffer("rope_index", index)
 
 
-def resize(linear: nn.Module, rows: int | None = None, columns: int | None = None) -> None:
+def resize(linear: Any, rows: int | None = None, columns: int | None = None) -> None:
     """Keep the first `rows` outputs and `columns` inputs of a linear layer, in place and in its own class."""
     weight = linear.weight[:rows, :columns]
     if weight.shape == linear.weight.shape:
@@ -218,6 +257,11 @@ def compressed_attention_class(stock: type) -> type:
     return type(PREFIX + stock.__name__, (CompressedAttention, stock), members)
 
 
+def _empty_attention(stock: type) -> Any:
+    """Return an attention module without attributes, for pickle and `copy.deepcopy` to fill."""
+    return object.__new__(compressed_attention_class(stock))
+
+
 @functools.cache
 def compressed_class(stock_name: str) -> type:
     """Make the compressed counterpart of a transformers class: a config, or a model of any head.
@@ -230,7 +274,8 @@ def compressed_class(stock_name: str) -> type:
     if issubclass(stock, PreTrainedConfig):
         # The plans shard by whole heads of equal size, which is not what these layers have.
         plans = {"base_model_tp_plan": None, "base_model_pp_plan": None, "base_model_fsdp_plan": None}
-        return type(PREFIX + stock_name, (stock,), members | plans | {"model_type": MODEL_TYPE_PREFIX + stock.model_type})
+        members |= plans | {"model_type": MODEL_TYPE_PREFIX + stock.model_type}
+        return type(PREFIX + stock_name, (CompressedConfig, stock), members)
     members |= {"_stock": stock, "config_class": compressed_class(stock.config_class.__name__)}
     return type(PREFIX + stock_name, (CompressedModel, stock), members)
 

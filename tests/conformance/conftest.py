@@ -1,0 +1,62 @@
+"""Session fixtures: each family's dense and compressed model, and the folders they were saved to."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from .families import FAMILIES, VOCAB, Family
+from .helpers import compressed_from
+
+
+class Pair(NamedTuple):
+    """A family's models; tests leave both as they are."""
+
+    family: Family
+    dense: Any
+    compressed: Any
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    # The models are so small that threads only wait for each other.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pairs() -> dict[str, Pair]:
+    made = {}
+    for family in FAMILIES:
+        dense = family.dense()
+        made[family.name] = Pair(family, dense, compressed_from(family, dense, family.ranks()))
+    return made
+
+
+@pytest.fixture(params=[family.name for family in FAMILIES])
+def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+    return pairs[request.param]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: number for number, word in enumerate(["<pad>", "<s>", "<unk>", *(f"w{n}" for n in range(3, VOCAB))])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", unk_token="<unk>", padding_side="left"
+    )
+
+
+@pytest.fixture(scope="session")
+def folders(
+    pairs: dict[str, Pair], tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Return where each family's compressed model and tokenizer are saved."""
+    root = tmp_path_factory.mktemp("saved")
+    for name, pair in pairs.items():
+        pair.compressed.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: root / name for name in pairs}

@@ -1,0 +1,164 @@
+"""What is saved opens anywhere: in a fresh process, with and without modegpt, moved, sharded, in another dtype."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .conftest import Pair
+from .families import tokens
+from .helpers import run_python
+
+SHIPPED = "modeling_modegpt.py"
+
+
+@pytest.fixture(scope="module", params=["installed", "shipped"])
+def reopened(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
+    """Move the saved folders, open them in a fresh process and return where they were and what it wrote."""
+    root = tmp_path_factory.mktemp(request.param)
+    moved, out = root / "moved 0.25", root / "out"
+    out.mkdir()
+    for name, folder in folders.items():
+        # A dot and a blank in the path: the shipped code becomes a Python package named after its folder.
+        shutil.copytree(folder, moved / name)
+    script = Path(__file__).with_name("fresh_process.py")
+    return moved, out, run_python(script, request.param, moved, out, cache=root)
+
+
+def test_a_fresh_process_computes_the_same_bits(reopened, pair: Pair):
+    _, out, _ = reopened
+    result = torch.load(out / f"{pair.family.name}.pt")
+    with torch.no_grad():
+        assert torch.equal(pair.compressed(result["ids"]).logits, result["logits"])
+
+
+def test_loading_prints_nothing(reopened):
+    *_, printed = reopened
+    assert printed == ""
+
+
+def test_saving_again_gives_the_same_bytes(reopened, pair: Pair):
+    moved, out, _ = reopened
+    first, second = (
+        {path.name: path.read_bytes() for path in (root / pair.family.name).iterdir() if path.is_file()}
+        for root in (moved, out)
+    )
+    assert first.keys() == second.keys() >= {SHIPPED, "config.json", "generation_config.json", "model.safetensors"}
+    # The tokenizer's own file says how it was loaded; that is transformers' doing, and no part of the model.
+    assert [name for name in first if first[name] != second[name] and name != "tokenizer_config.json"] == []
+
+
+def test_the_config_keeps_the_dense_fields_and_describes_the_layers(pair: Pair, folders: dict[str, Path]):
+    saved = json.loads((folders[pair.family.name] / "config.json").read_text())
+    stock = pair.family.architecture.name
+    assert saved["model_type"] == f"modegpt_{pair.family.architecture.model_type}"
+    assert saved["architectures"] == [f"Modegpt{stock}ForCausalLM"]
+    assert saved["auto_map"] == {
+        "AutoConfig": f"modeling_modegpt.Modegpt{stock}Config",
+        "AutoModel": f"modeling_modegpt.Modegpt{stock}Model",
+        "AutoModelForCausalLM": f"modeling_modegpt.Modegpt{stock}ForCausalLM",
+    }
+    own = {"model_type", "architectures", "auto_map", "modegpt", "dtype"}
+    dense = json.loads(pair.dense.config.to_json_string(use_diff=False))
+    compressed = json.loads(pair.compressed.config.to_json_string(use_diff=False))
+    assert {name: value for name, value in compressed.items() if name not in own} == {
+        name: value for name, value in dense.items() if name not in own
+    }
+    ranks = [
+        {"mlp": layer["mlp_width"], "qk": 2 * layer["rope_pairs"] + layer["qk_plain"], "vo": layer["value_dim"]}
+        for layer in saved["modegpt"]["layers"]
+    ]
+    assert ranks == pair.family.ranks()
+
+
+def test_the_file_holds_only_what_is_left_and_ties_stay_tied(pair: Pair, folders: dict[str, Path]):
+    tensors = load_file(folders[pair.family.name] / "model.safetensors")
+    assert sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith("rope_index")) == sum(
+        parameter.numel() for parameter in pair.compressed.parameters()
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(folders[pair.family.name])
+    tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    assert tied == pair.dense.config.tie_word_embeddings == ("lm_head.weight" not in tensors)
+
+
+def test_bfloat16_keeps_the_rotary_numbers_whole(pair: Pair, folders: dict[str, Path]):
+    loaded = AutoModelForCausalLM.from_pretrained(folders[pair.family.name], dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    expected = {name: buffer for name, buffer in pair.compressed.named_buffers() if name.endswith("rope_index")}
+    found = {name: buffer for name, buffer in loaded.named_buffers() if name.endswith("rope_index")}
+    assert found.keys() == expected.keys()
+    assert bool(expected) == pair.family.architecture.rotary
+    for name, buffer in found.items():
+        assert buffer.dtype == torch.int64
+        assert torch.equal(buffer, expected[name])
+    reference = pair.compressed(tokens()).logits
+    # Rounding to bfloat16 is relative 2^-9; over three layers it stays within a few per cent of the logits.
+    assert (loaded(tokens()).logits - reference).norm() < 0.05 * reference.norm()
+
+
+@pytest.mark.parametrize("placement", ["auto", {"": "cpu"}])
+def test_device_map(pair: Pair, folders: dict[str, Path], placement):
+    loaded = AutoModelForCausalLM.from_pretrained(folders[pair.family.name], device_map=placement)
+    device = next(loaded.parameters()).device
+    with torch.no_grad():
+        result = loaded(tokens().to(device)).logits.cpu()
+        # The same operations on the CPU; another device sums in another order, at float32's 1e-7 of logits near 100.
+        torch.testing.assert_close(
+            result, pair.compressed(tokens()).logits, rtol=0, atol=0 if device.type == "cpu" else 1e-3
+        )
+
+
+def test_sharded_files(pair: Pair, tmp_path: Path):
+    pair.compressed.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        expected = pair.compressed(tokens()).logits
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, expected)
+
+
+def test_the_base_model_saves_and_loads_alone(pair: Pair, folders: dict[str, Path], tmp_path: Path):
+    base = AutoModel.from_pretrained(folders[pair.family.name])
+    base.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = base(tokens()).last_hidden_state
+        assert torch.equal(AutoModel.from_pretrained(tmp_path)(tokens()).last_hidden_state, expected)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(base).__name__]
+
+
+def test_saving_into_the_folder_it_came_from(pair: Pair, folders: dict[str, Path], tmp_path: Path):
+    shutil.copytree(folders[pair.family.name], tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_a_later_format_version_is_refused(folders: dict[str, Path], tmp_path: Path):
+    shutil.copytree(folders["mistral"], tmp_path / "later")
+    path = tmp_path / "later" / "config.json"
+    data = json.loads(path.read_text())
+    data["modegpt"]["version"] += 1
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"modegpt format version 2, and this code reads up to 1.*trust_remote_code"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "later")
+
+
+def test_an_edited_config_of_other_shapes_is_refused(folders: dict[str, Path], tmp_path: Path):
+    """A rank in `config.json` that is not that of the weights must not load as freshly initialised weights."""
+    shutil.copytree(folders["mistral"], tmp_path / "edited")
+    path = tmp_path / "edited" / "config.json"
+    data = json.loads(path.read_text())
+    data["modegpt"]["layers"][1]["mlp_width"] += 1
+    path.write_text(json.dumps(data))
+    with pytest.raises(RuntimeError, match="mismatch"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "edited")
+
+
+def test_the_config_goes_through_a_dict(pair: Pair):
+    config = pair.compressed.config
+    again = type(config).from_dict(json.loads(config.to_json_string()))
+    assert again.to_dict() == config.to_dict()
+    assert AutoConfig.for_model(config.model_type).__class__ is type(config)

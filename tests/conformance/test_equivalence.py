@@ -1,0 +1,142 @@
+"""The compressed model computes what the dense model would with the dropped coordinates zeroed."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from modegpt.modeling_modegpt import decoder_layers
+
+from .conftest import Pair
+from .families import GROUPED, SIZES, Family, tokens
+from .helpers import compressed_from, densify
+
+# float64 with SDPA rounds at about 1e-16 of logits near 10; a few hundred operations deep that stays under this.
+EXACT = 1e-11
+
+
+def logits(model, ids, **options):
+    with torch.no_grad():
+        return model(ids, **options).logits
+
+
+def test_full_ranks_leave_the_logits_alone(pair: Pair):
+    full = compressed_from(pair.family, pair.dense, pair.family.full_ranks())
+    for implementation in ("eager", "sdpa"):
+        dense = copy.deepcopy(pair.dense)
+        dense.set_attn_implementation(implementation)
+        full.set_attn_implementation(implementation)
+        # The same operations on the same numbers, in the same order.
+        assert torch.equal(logits(full, tokens()), logits(dense, tokens()))
+
+
+def test_equals_the_dense_model_with_dropped_coordinates_zeroed(pair: Pair):
+    compressed = copy.deepcopy(pair.compressed).double()
+    dense = densify(pair.family, compressed, pair.dense)
+    expected = logits(dense, tokens())
+    torch.testing.assert_close(logits(compressed, tokens()), expected, rtol=0, atol=EXACT)
+    assert (expected - logits(copy.deepcopy(pair.dense).double(), tokens())).abs().max() > 0.1, "nothing was dropped"
+
+
+def test_query_and_key_rows_are_the_dense_ones_at_their_places(pair: Pair):
+    """With the test above: what was kept are the dense model's own coordinates at their own frequencies."""
+    if not pair.family.architecture.rotary:
+        pytest.skip("unrotated coordinates may stand anywhere, so their places are not stored")
+    architecture = pair.family.architecture
+    dense = decoder_layers(pair.dense, architecture.describe())
+    widened = decoder_layers(densify(pair.family, pair.compressed, pair.dense), architecture.describe())
+    for source, target in zip(dense, widened, strict=True):
+        for role in ("query", "key"):
+            original, kept = (architecture.projection(block, role).weight for block in (source, target))
+            mask = kept.ne(0).any(1, keepdim=True)
+            assert torch.equal(kept, original * mask)
+
+
+def test_shapes_and_parameter_counts_follow_the_ranks(pair: Pair):
+    dims, architecture = pair.family.dims, pair.family.architecture
+    config = pair.compressed.config
+    assert config.num_attention_heads == pair.dense.config.num_attention_heads
+    saved = 0
+    blocks = decoder_layers(pair.compressed, architecture.describe())
+    dense_blocks = decoder_layers(pair.dense, architecture.describe())
+    for block, dense_block, rank in zip(blocks, dense_blocks, pair.family.ranks(), strict=True):
+        expected = {
+            "query": (dims.n_heads * rank["qk"], dims.d_model),
+            "key": (dims.n_kv_heads * rank["qk"], dims.d_model),
+            "value": (dims.n_kv_heads * rank["vo"], dims.d_model),
+            "output": (dims.d_model, dims.n_heads * rank["vo"]),
+            "down": (dims.d_model, rank["mlp"]),
+        }
+        for role, shape in expected.items():
+            linear = architecture.projection(block, role)
+            assert (linear.out_features, linear.in_features) == shape == tuple(linear.weight.shape)
+            assert (linear.bias is None) == (architecture.projection(dense_block, role).bias is None)
+            wide = architecture.projection(dense_block, role)
+            saved += wide.weight.numel() - shape[0] * shape[1]
+            saved += 0 if wide.bias is None else wide.bias.numel() - shape[0]
+        for up, wide in zip(architecture.up_projections(block), architecture.up_projections(dense_block), strict=True):
+            assert tuple(up.weight.shape) == (rank["mlp"], dims.d_model)
+            saved += (
+                (wide.weight.numel() + (0 if wide.bias is None else wide.bias.numel()))
+                * (dims.d_int - rank["mlp"])
+                // dims.d_int
+            )
+    assert pair.dense.num_parameters() - pair.compressed.num_parameters() == saved > 0
+
+
+def test_sdpa_and_eager_agree_and_eager_returns_the_attentions(pair: Pair):
+    model = copy.deepcopy(pair.compressed)
+    model.set_attn_implementation("sdpa")
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :5] = 0
+    expected = logits(model, tokens(), attention_mask=mask)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        output = model(tokens(), attention_mask=mask, output_attentions=True, output_hidden_states=True)
+    # float32 rounding, summed in another order; logits are of size 10.
+    torch.testing.assert_close(output.logits[mask.bool()], expected[mask.bool()], rtol=0, atol=5e-5)
+    dims = pair.family.dims
+    assert [tuple(layer.shape) for layer in output.attentions] == [(2, dims.n_heads, 20, 20)] * dims.n_layers
+    # Softmax rows over visible tokens sum to one.
+    torch.testing.assert_close(output.attentions[0][0].sum(-1), torch.ones(dims.n_heads, 20))
+    assert len(output.hidden_states) == dims.n_layers + 1
+
+
+ROPE_SCALINGS = {
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * i for i in range(4)],
+        "long_factor": [2.0 + 0.5 * i for i in range(4)],
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPE_SCALINGS)
+def test_scaled_rotary_embeddings_past_the_trained_length(name: str):
+    """Dynamic and longrope change the frequencies with the length seen, so they must come from the model's own."""
+    scaling = {**ROPE_SCALINGS[name], "rope_theta": 10000.0}
+    sizes = {**SIZES, "max_position_embeddings": 16 if name == "dynamic" else 64}
+    family = Family(name, lambda: LlamaConfig(**sizes, **GROUPED, rope_parameters=dict(scaling)))
+    dense = family.dense()
+    compressed = compressed_from(family, dense, family.ranks()).double()
+    wide = densify(family, compressed, dense)
+    short, long = tokens(length=12), tokens(length=48)
+    for ids in (short, long, short):
+        torch.testing.assert_close(logits(compressed, ids), logits(wide, ids), rtol=0, atol=EXACT)
+    plain = Family("plain", lambda: LlamaConfig(**sizes, **GROUPED))
+    unscaled = plain.dense().double()
+    unscaled.load_state_dict(wide.state_dict())
+    assert (logits(unscaled, long) - logits(wide, long)).abs().max() > 1e-3, "the scaling must matter for this to test"

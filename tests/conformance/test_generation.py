@@ -1,0 +1,88 @@
+"""Every way of generating gives the tokens of repeated full forward passes without a cache."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from .conftest import Pair
+from .families import PAD, tokens
+from .helpers import densify, greedy
+
+NEW = 10
+PROMPT = tokens(rows=3, length=9)
+"""Longer than the sliding window, so that windows move during prefill and during decoding."""
+
+WAYS = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "offloaded": {"cache_implementation": "offloaded"},
+    "no cache": {"use_cache": False},
+    "chunked prefill": {"prefill_chunk_size": 4},
+    "chunked prefill, static": {"prefill_chunk_size": 4, "cache_implementation": "static"},
+}
+
+
+def generate(model, ids, **options):
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_generate_equals_the_full_forward(pair: Pair, way: str):
+    if way == "offloaded" and not torch.cuda.is_available():
+        pytest.skip("the offloaded cache needs a GPU")
+    expected = greedy(pair.compressed, PROMPT, NEW)
+    assert (expected[:, -NEW:].diff() != 0).any(), "a constant continuation would hide a broken cache"
+    assert torch.equal(generate(pair.compressed, PROMPT, **WAYS[way]), expected)
+
+
+@pytest.mark.parametrize("way", ["dynamic", "static", "chunked prefill, static"])
+def test_left_padded_batches(pair: Pair, way: str):
+    lengths = (9, 6, 3)
+    ids, mask = PROMPT.clone(), torch.ones_like(PROMPT)
+    for row, length in enumerate(lengths):
+        ids[row, : 9 - length] = PAD
+        mask[row, : 9 - length] = 0
+    together = generate(pair.compressed, ids, attention_mask=mask, **WAYS[way])
+    assert torch.equal(together, greedy(pair.compressed, ids, NEW, mask))
+    for row, length in enumerate(lengths):
+        alone = generate(pair.compressed, ids[row : row + 1, 9 - length :])
+        assert torch.equal(together[row, 9 - length :], alone[0])
+
+
+def test_beam_search(pair: Pair):
+    options = {"num_beams": 3, "length_penalty": 0.0}
+    expected = generate(densify(pair.family, pair.compressed, pair.dense), PROMPT, **options)
+    for cache in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+        assert torch.equal(generate(pair.compressed, PROMPT, **options, **cache), expected)
+
+
+def test_the_cache_is_as_narrow_as_the_layers(pair: Pair):
+    cache, dims = DynamicCache(config=pair.compressed.config), pair.family.dims
+    with torch.no_grad():
+        pair.compressed(tokens(rows=1, length=5), past_key_values=cache)
+    for layer, rank in zip(cache.layers, pair.family.ranks(), strict=True):
+        assert layer.keys.shape[1::2] == (dims.n_kv_heads, rank["qk"])
+        assert layer.values.shape[1::2] == (dims.n_kv_heads, rank["vo"])
+
+
+def test_decoding_step_by_step_gives_the_logits_of_one_pass(pair: Pair):
+    model, ids = copy.deepcopy(pair.compressed).double(), tokens(rows=2, length=14)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        expected = model(ids).logits
+        pieces = [model(piece, past_key_values=cache).logits for piece in ids.split([1, 5, 1, 4, 3], dim=1)]
+    # float64 rounding; the pieces take SDPA's other path for single tokens.
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-11)
+
+
+def test_sampling_and_assisted_decoding(pair: Pair):
+    """A seed draws the same tokens with and without a cache; assisting, which crops the cache, changes no token."""
+    drawn = []
+    for use_cache in (True, False):
+        torch.manual_seed(0)
+        drawn.append(pair.compressed.generate(PROMPT, max_new_tokens=NEW, do_sample=True, use_cache=use_cache))
+    assert torch.equal(*drawn)
+    assisted = generate(pair.compressed, PROMPT[:1], assistant_model=pair.dense)
+    assert torch.equal(assisted, greedy(pair.compressed, PROMPT[:1], NEW))

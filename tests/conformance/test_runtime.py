@@ -1,0 +1,106 @@
+"""The compressed model as a Python object: copied, pickled, compiled, quantised."""
+
+import copy
+import importlib.util
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, StaticCache, pipeline
+
+from .conftest import Pair
+from .families import tokens
+from .helpers import greedy, run_python
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_copy_and_pickle(pair: Pair):
+    expected = logits(pair.compressed, tokens())
+    for again in (copy.deepcopy(pair.compressed), pickle.loads(pickle.dumps(pair.compressed))):
+        assert type(again) is type(pair.compressed)
+        assert torch.equal(logits(again, tokens()), expected)
+        with torch.no_grad():
+            next(again.parameters()).add_(1.0)
+        assert torch.equal(logits(pair.compressed, tokens()), expected), "the copy shares its weights"
+
+
+def test_a_pickle_opens_in_a_fresh_process(pairs: dict[str, Pair], tmp_path: Path):
+    """As `torch.save(model)` and worker processes need it."""
+    pair = pairs["qwen2"]
+    torch.save({"model": pair.compressed, "logits": logits(pair.compressed, tokens()), "ids": tokens()}, tmp_path / "m")
+    code = (
+        "import sys, torch; torch.set_num_threads(1); saved = torch.load(sys.argv[1], weights_only=False)\n"
+        "assert torch.equal(saved['model'](saved['ids']).logits, saved['logits'])"
+    )
+    run_python("-c", code, tmp_path / "m", cache=tmp_path)
+
+
+def test_compiles_to_one_graph(pair: Pair):
+    """The `eager` backend traces as any other and breaks at the same places, without the minutes of code generation."""
+    torch._dynamo.reset()
+    compiled = torch.compile(copy.deepcopy(pair.compressed), fullgraph=True, backend="eager")
+    for ids in (tokens(), tokens(length=11)):
+        # Float32 rounding of logits of size 100, should the graph's order of operations differ.
+        torch.testing.assert_close(logits(compiled, ids), logits(pair.compressed, ids), rtol=0, atol=1e-3)
+
+
+def test_decoding_with_a_static_cache_compiles_to_one_graph(pairs: dict[str, Pair]):
+    torch._dynamo.reset()
+    model, ids = pairs["qwen2"].compressed, tokens(length=12)
+    caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for cache in caches:
+            model(ids[:, :9], past_key_values=cache)
+        for step in range(9, 12):
+            results = [
+                run(ids[:, step : step + 1], past_key_values=cache).logits
+                for run, cache in zip((model, compiled), caches, strict=True)
+            ]
+            torch.testing.assert_close(*results, rtol=0, atol=1e-3)  # as above
+
+
+def test_a_moved_model_takes_its_rotary_numbers_along(pair: Pair):
+    """Every tensor of the model is a parameter or a buffer, so `.to` and `.half` reach all and leave integers whole."""
+    model = copy.deepcopy(pair.compressed).to("meta")
+    assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
+    loose = [
+        (name, key)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+        # Stock rotary embeddings keep a second reference to their unscaled frequencies.
+        and key != "original_inv_freq"
+    ]
+    assert loose == []
+    whole = copy.deepcopy(pair.compressed).half()
+    assert all(not buffer.is_floating_point() for name, buffer in whole.named_buffers() if name.endswith("rope_index"))
+
+
+def test_pipeline(pair: Pair, tokenizer):
+    """The text pipeline, which looks at the class's name and config, generates what the model does."""
+    run = pipeline("text-generation", model=pair.compressed, tokenizer=tokenizer)
+    text = " ".join(f"w{number}" for number in range(5, 14))
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    generated = run(text, max_new_tokens=5, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
+    assert generated == greedy(pair.compressed, ids, 5)[0].tolist()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_torchao_weight_only_on_top(pair: Pair, folders: dict[str, Path]):
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folders[pair.family.name], quantization_config=TorchAoConfig(Int8WeightOnlyConfig())
+    )
+    assert any(type(parameter) is not nn.Parameter for parameter in loaded.parameters()), "nothing was quantised"
+    expected = logits(pair.compressed, tokens())
+    # Rounding weights to 8 bits by row is relative 2^-8 at worst; over three layers it stays within a tenth.
+    assert (logits(loaded, tokens()) - expected).norm() < 0.1 * expected.norm()

@@ -1,0 +1,120 @@
+"""A compressed model trains like a stock one: with gradient checkpointing, and with LoRA adapters from PEFT."""
+
+import copy
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from .conftest import Pair
+from .families import tokens
+from .helpers import run_python
+
+BATCH = tokens(rows=4, length=12)
+
+
+def gradients(model) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(BATCH, labels=BATCH).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def train(model, steps: int = 5) -> list[float]:
+    """Return the loss before each of a few Adam steps on one batch."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer, losses = torch.optim.Adam(trainable, lr=1e-2), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(BATCH, labels=BATCH).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_every_parameter_has_a_gradient_and_checkpointing_does_not_change_it(pair: Pair):
+    model = copy.deepcopy(pair.compressed).train()
+    for module in model.modules():
+        # Dropout (OPT's default is 0.1) draws its masks anew in each run.
+        if hasattr(module, "dropout"):
+            module.dropout = 0.0
+    plain = {name: gradient.clone() for name, gradient in gradients(model).items()}
+    assert [name for name, gradient in plain.items() if not gradient.abs().sum() > 0] == []
+    model.gradient_checkpointing_enable()
+    assert model.is_gradient_checkpointing
+    for name, gradient in gradients(model).items():
+        # Recomputation repeats the same operations.
+        assert torch.equal(gradient, plain[name]), name
+
+
+def test_full_fine_tuning_lowers_the_loss_and_is_saved(pair: Pair, tmp_path: Path):
+    model = copy.deepcopy(pair.compressed)
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(BATCH).logits, model(BATCH).logits)
+
+
+TARGETS = {
+    "defaults": None,
+    "attention and MLP": ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "up_proj", "down_proj", "fc1", "fc2"],
+    "all-linear": "all-linear",
+}
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_lora(pair: Pair, folders: dict[str, Path], tmp_path: Path, targets: str):
+    folder = folders[pair.family.name]
+    settings = peft.LoraConfig(r=2, target_modules=TARGETS[targets], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
+    with torch.no_grad():
+        # LoRA's second matrix starts at zero, so the adapter begins as the identity.
+        assert torch.equal(model(BATCH).logits, pair.compressed(BATCH).logits)
+    losses = train(model)
+    assert losses[-1] < losses[0]
+    model.eval()
+    with torch.no_grad():
+        expected = model(BATCH).logits
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(BATCH).logits, expected)
+    assert again.peft_config["default"].base_model_name_or_path == str(folder)
+
+    merged = again.merge_and_unload()
+    assert type(merged) is type(pair.compressed)
+    merged.save_pretrained(tmp_path / "merged")
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        # Merging adds the adapter to the weights first: float32 rounding of logits of size 100.
+        torch.testing.assert_close(reloaded(BATCH).logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_the_defaults_are_those_of_the_dense_family(pair: Pair):
+    for make in (peft.LoraConfig, peft.IA3Config):
+        chosen = [
+            peft.get_peft_model(copy.deepcopy(model), make(task_type="CAUSAL_LM")).peft_config["default"].target_modules
+            for model in (pair.compressed, pair.dense)
+        ]
+        assert chosen[0] == chosen[1]
+        assert chosen[0]
+
+
+@pytest.mark.parametrize("peft_first", [True, False])
+def test_the_defaults_do_not_depend_on_the_order_of_imports(folders: dict[str, Path], tmp_path: Path, peft_first: bool):
+    """In a fresh process, with the code of the checkpoint; and PEFT, which is slow to import, is left alone."""
+    code = f"""
+import sys
+{"import peft" if peft_first else ""}
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(folders["qwen2"])!r}, trust_remote_code=True)
+assert ("peft" in sys.modules) == {peft_first}
+assert "modegpt" not in sys.modules
+import peft
+print(sorted(peft.get_peft_model(model, peft.LoraConfig()).peft_config["default"].target_modules))
+"""
+    printed = run_python("-c", code, cache=tmp_path)
+    assert printed.splitlines()[0] == "['q_proj', 'v_proj']"  # below it may stand PEFT's own deprecation warnings
