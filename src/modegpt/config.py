@@ -38,7 +38,7 @@ class CompressionConfig:
     owl_threshold: float = 5.0
     """OWL's M: an entry is an outlier above this many times its layer's mean."""
     owl_lambda: float = 0.08
-    """OWL's λ: how far a layer's sparsity may be from the mean."""
+    """OWL's λ: layers lie in a band of 2λ around the mean sparsity."""
     plan: tuple[dict[str, int], ...] | None = None
     """Ranks by layer, each with `mlp`, `qk` and `vo`, for the allocation `plan`."""
     modules: tuple[str, ...] = MODULES
