@@ -1,4 +1,4 @@
-"""Makes transformers' auto classes know the compressed models, without importing every family's modeling code."""
+"""Makes transformers' auto classes know the compressed models (importing a family's stock code takes about 20 ms)."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 

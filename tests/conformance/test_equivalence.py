@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from transformers import LlamaConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modegpt.modeling_modegpt import decoder_layers
 
@@ -101,6 +103,39 @@ def test_sdpa_and_eager_agree_and_eager_returns_the_attentions(pair: Pair):
     # Softmax rows over visible tokens sum to one.
     torch.testing.assert_close(output.attentions[0][0].sum(-1), torch.ones(dims.n_heads, 20))
     assert len(output.hidden_states) == dims.n_layers + 1
+
+
+def test_other_attention_kernels_get_what_the_stock_layers_give_them(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Flash kernels read the window, the scale and the dropout from the call, and want one head dim in a layer."""
+    calls: list[dict] = []
+
+    def record(module, query, key, value, mask, **options):
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+        names = ("sliding_window", "scaling", "dropout")
+        calls.append({name: options.get(name) for name in names} | {"is_causal": module.is_causal})
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "recording", record)
+    seen = []
+    for original in (pair.dense, pair.compressed):
+        for training in (False, True):
+            model = copy.deepcopy(original).train(training)
+            for module in model.modules():
+                for name in ("attention_dropout", "dropout"):
+                    if hasattr(module, name) and hasattr(module, "scaling"):
+                        setattr(module, name, 0.25)
+            model.set_attn_implementation("recording")
+            logits(model, tokens())
+        seen.append(calls.copy())
+        calls.clear()
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 2 * pair.family.dims.n_layers
+
+
+def test_no_plan_shards_by_heads_of_one_size(pair: Pair):
+    """The stock plans cut projections as if all heads had the dense size."""
+    config = pair.compressed.config
+    assert (config.base_model_tp_plan, config.base_model_pp_plan, config.base_model_fsdp_plan) == (None, None, None)
 
 
 ROPE_SCALINGS = {

@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .conftest import Pair
 from .families import PAD, tokens
@@ -65,6 +67,23 @@ def test_the_cache_is_as_narrow_as_the_layers(pair: Pair):
     for layer, rank in zip(cache.layers, pair.family.ranks(), strict=True):
         assert layer.keys.shape[1::2] == (dims.n_kv_heads, rank["qk"])
         assert layer.values.shape[1::2] == (dims.n_kv_heads, rank["vo"])
+
+
+def test_padding_to_one_head_dim_is_for_prefill_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """SDPA has no fused kernel for unequal dims; when decoding, padding would copy the cache at every token."""
+    seen: list[bool] = []
+
+    def record(module, query, key, value, mask, **options):
+        seen.append(key.shape[-1] == value.shape[-1])
+        return sdpa_attention_forward(module, query, key, value, mask, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", record)
+    generate(pair.compressed, PROMPT[:, :5])
+    n_layers = pair.family.dims.n_layers
+    prefill, decode = seen[:n_layers], seen[n_layers:]
+    assert all(prefill)
+    assert decode
+    assert not any(decode)
 
 
 def test_decoding_step_by_step_gives_the_logits_of_one_pass(pair: Pair):

@@ -45,8 +45,8 @@ def test_every_parameter_has_a_gradient_and_checkpointing_does_not_change_it(pai
     model.gradient_checkpointing_enable()
     assert model.is_gradient_checkpointing
     for name, gradient in gradients(model).items():
-        # Recomputation repeats the same operations.
-        assert torch.equal(gradient, plain[name]), name
+        # The same operations; but the parts of a tied weight's gradient may be added in another order (float32).
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-5 * plain[name].abs().max().item())
 
 
 def test_full_fine_tuning_lowers_the_loss_and_is_saved(pair: Pair, tmp_path: Path):
