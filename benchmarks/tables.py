@@ -96,9 +96,19 @@ def streaming() -> str:
     )
 
 
+def resuming() -> str:
+    """Return the section on runs that were killed."""
+    if (data := load("kill_and_resume.json")) is None:
+        return ""
+    return (
+        f"**A killed run loses nothing.** {data['equal']} of {data['protocol']['trials']} runs killed with SIGKILL at "
+        "random moments and resumed ended with the bytes\nof an undisturbed run (`benchmarks/kill_and_resume.py`)."
+    )
+
+
 def figures() -> str:
     """Return everything between the README's markers."""
-    sections = [section for section in (faithful(), lean(), allocation(), streaming()) if section]
+    sections = [section for section in (faithful(), lean(), allocation(), streaming(), resuming()) if section]
     return "\n\n".join(sections)
 
 
