@@ -1,49 +1,28 @@
 """The commands. Heavy imports stand inside the handlers, so that a wrong call is told at once."""
 
-import json
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.table import Table
-from typer.core import TyperGroup
 
+from .cli_support import (
+    OneLineErrors,
+    check_json,
+    check_positive,
+    console,
+    dtype_name,
+    emit,
+    encode,
+    names,
+    number_or_auto,
+    positions,
+    quiet,
+)
 from .config import DTYPES, CompressionConfig, check_choice
-from .errors import InputError, ModegptError
-
-INTERRUPTED = 130
-"""What shells return for a program that Ctrl-C ended."""
-
-
-class OneLineErrors(TyperGroup):
-    """A command group that answers every failure a user can cause with one line on standard error."""
-
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Run a command and leave with its exit code: 0 done, 1 failed, 2 wrong call."""
-        try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
-        except ModegptError as problem:
-            _fail(str(problem), problem.exit_code)
-        except (OSError, MemoryError) as problem:
-            _fail(f"{type(problem).__name__}: {problem}", 1)
-        except Exception as problem:
-            # The parser's own complaints: their base class has moved between typer's versions, the method has not.
-            if not hasattr(problem, "format_message"):
-                raise
-            _fail(f"{problem.format_message() or 'no command was given'}; see --help", 2)  # pyright: ignore
-        if code == INTERRUPTED:
-            _fail("interrupted; no result was written, and compress --resume goes on where it stopped", INTERRUPTED)
-        sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    sys.exit(code)
-
+from .errors import InputError
 
 app = typer.Typer(
     name="modegpt",
@@ -99,13 +78,13 @@ def compress(
         sampling=sampling,
         seed=seed,
         allocation="plan" if plan_file is not None else allocation,
-        temperature=_number_or_auto("temperature", temperature),
+        temperature=number_or_auto("temperature", temperature),
         max_sparsity=max_sparsity,
         round_to=round_to,
         owl_threshold=owl_threshold,
         owl_lambda=owl_lambda,
         plan=None if plan_file is None else read_plan(plan_file),
-        modules=_names(modules),
+        modules=names(modules),
         solver=solver,
         ridge=ridge,
         dtype=dtype,
@@ -113,8 +92,8 @@ def compress(
         batch_size=batch_size,
         max_host_memory=max_host_memory,
     )
-    _check_json(json_file)
-    _quiet()
+    check_json(json_file)
+    quiet()
     from .compress import compress_to_folder
     from .distributed import leave_team
     from .progress import ProgressBar
@@ -126,8 +105,8 @@ def compress(
     leave_team()
     if os.environ.get("RANK", "0") != "0":  # under torchrun, one process speaks for all
         return
-    _emit(report, json_file)
-    say = _console(json_file).print
+    emit(report, json_file)
+    say = console(json_file).print
     counts, share = report["parameters"], report["sparsity"]
     say(f"{counts['dense']:,} parameters became {counts['compressed']:,}, in {report['seconds']['total']:.0f} s")
     say(f"removed: {share['blocks']:.2%} of the decoder blocks, {share['total']:.2%} of the model")
@@ -164,16 +143,16 @@ def plan(
         sampling=sampling,
         seed=seed,
         allocation=allocation,
-        temperature=_number_or_auto("temperature", temperature),
+        temperature=number_or_auto("temperature", temperature),
         max_sparsity=max_sparsity,
         round_to=round_to,
         owl_threshold=owl_threshold,
         owl_lambda=owl_lambda,
-        modules=_names(modules),
+        modules=names(modules),
         device=device,
     )
-    _check_json(json_file)
-    _quiet()
+    check_json(json_file)
+    quiet()
     from .planning import make_plan, plot_plan
     from .progress import ProgressBar
 
@@ -181,7 +160,7 @@ def plan(
         planned = make_plan(model, calibration, config, progress=progress)
     if plot is not None:
         plot_plan(planned, plot)
-    _emit(planned, json_file)
+    emit(planned, json_file)
     table = Table("layer", "score", "removed", "mlp", "query-key", "value-output", "parameters")
     for index, layer in enumerate(planned["layers"]):
         score = layer["score"]
@@ -189,7 +168,7 @@ def plan(
         ranks = [str(layer["ranks"][module]) for module in ("mlp", "qk", "vo")]
         shown = ", ".join(f"{value:.4f}" for value in cells)
         table.add_row(str(index), shown, f"{layer['sparsity']:.2%}", *ranks, f"{layer['parameters']['compressed']:,}")
-    say = _console(json_file).print
+    say = console(json_file).print
     say(table)
     counts, share, cost = planned["parameters"], planned["sparsity"], planned["estimate"]
     cache = planned["kv_bytes_per_token"]
@@ -219,11 +198,11 @@ def evaluate(
     """Measure the perplexity of a dense or compressed MODEL, on windows that do not overlap."""
     check_choice("dtype", dtype, DTYPES)
     for name, value in (("seq_len", seq_len), ("max_windows", max_windows), ("batch_size", batch_size)):
-        _check_positive(name, value)
+        check_positive(name, value)
     if seq_len == 1:
         raise InputError("seq_len 1 predicts nothing: the first token of a window is context only; give 2 or more")
-    _check_json(json_file)
-    _quiet()
+    check_json(json_file)
+    quiet()
     from .calibration import check_source, load_text, tokenize
     from .evaluate import check_window, perplexity
     from .models import open_config, open_model, open_tokenizer, resolve_device
@@ -234,7 +213,7 @@ def evaluate(
     for source in data:
         check_source(source)
     config = open_config(model)
-    seq_len = seq_len or min(2048, _positions(config))
+    seq_len = seq_len or min(2048, positions(config))
     check_window(config, seq_len)
     tokenizer = open_tokenizer(model)
     texts = {source: tokenize(load_text(source, "evaluation"), tokenizer) for source in data}
@@ -252,13 +231,13 @@ def evaluate(
             outcome = perplexity(network, tokens, seq_len, max_windows, batch_size, progress)
             seconds = round(time.perf_counter() - start, 3)
             results.append({"data": source, **outcome._asdict(), "seconds": seconds})
-    about = {"model": model, "dtype": _dtype_name(network), "device": str(target), "split": "evaluation"}
+    about = {"model": model, "dtype": dtype_name(network), "device": str(target), "split": "evaluation"}
     about |= {"max_windows": max_windows, "stride": seq_len, **protocol()}
-    _emit({"model": model, "results": results, "protocol": about}, json_file)
+    emit({"model": model, "results": results, "protocol": about}, json_file)
     table = Table("data", "perplexity", "tokens", "windows")
     for entry in results:
         table.add_row(entry["data"], f"{entry['perplexity']:.4f}", f"{entry['tokens']:,}", str(entry["windows"]))
-    _console(json_file).print(table)
+    console(json_file).print(table)
 
 
 @app.command()
@@ -275,25 +254,25 @@ def generate(
 ) -> None:
     """Continue a text with a dense or compressed MODEL."""
     check_choice("dtype", dtype, DTYPES)
-    _check_positive("max_new_tokens", max_new_tokens)
+    check_positive("max_new_tokens", max_new_tokens)
     if not 0 <= temperature < float("inf"):
         raise InputError(f"temperature {temperature} is not a number from 0 up")
     if not prompt:
         raise InputError("the prompt is empty; give some text to continue")
-    _check_json(json_file)
-    _quiet()
+    check_json(json_file)
+    quiet()
     import torch
 
     from .models import open_config, open_model, open_tokenizer, resolve_device
     from .report import protocol
 
-    target, positions = resolve_device(device), _positions(open_config(model))
+    target, limit = resolve_device(device), positions(open_config(model))
     tokenizer = open_tokenizer(model)
-    inputs = _encode(tokenizer, prompt, chat).to(target)
+    inputs = encode(tokenizer, prompt, chat).to(target)
     n_prompt = inputs["input_ids"].shape[1]
-    if n_prompt + max_new_tokens > positions:
+    if n_prompt + max_new_tokens > limit:
         raise InputError(
-            f"{n_prompt} tokens of prompt and {max_new_tokens} new ones exceed the model's {positions} positions; "
+            f"{n_prompt} tokens of prompt and {max_new_tokens} new ones exceed the model's {limit} positions; "
             "give a smaller --max-new-tokens or a shorter prompt"
         )
     network = open_model(model, dtype, target)
@@ -303,10 +282,10 @@ def generate(
     output = network.generate(**inputs, max_new_tokens=max_new_tokens, **how)[0, n_prompt:]  # pyright: ignore
     seconds = round(time.perf_counter() - start, 3)
     text = tokenizer.decode(output, skip_special_tokens=True)
-    about = {"model": model, "dtype": _dtype_name(network), "device": str(target), "chat": chat}
+    about = {"model": model, "dtype": dtype_name(network), "device": str(target), "chat": chat}
     about |= {"temperature": temperature, "seed": seed, "max_new_tokens": max_new_tokens, **protocol()}
     result = {"prompt": prompt, "text": text, "prompt_tokens": n_prompt, "tokens": len(output), "seconds": seconds}
-    _emit({"model": model, "results": [result], "protocol": about}, json_file)
+    emit({"model": model, "results": [result], "protocol": about}, json_file)
     print(text, file=sys.stderr if json_file == "-" else sys.stdout)
 
 
@@ -315,11 +294,11 @@ def info(
     folder: Path = typer.Argument(..., metavar="DIR", help="A compressed checkpoint."), json_file: str | None = JSON
 ) -> None:
     """Show what a compressed checkpoint holds, without loading its weights."""
-    _check_json(json_file)
+    check_json(json_file)
     from .inspection import describe
 
     found = describe(folder)
-    _emit(found, json_file)
+    emit(found, json_file)
     columns = ("layer", "mlp", "query-key", "value-output", "parameters", "KV bytes per token", "sparsity")
     table = Table(*columns, title=f"{found['model_type']}, {found['dtype']}, format {found['format_version']}")
     for index, layer in enumerate(found["layers"]):
@@ -331,7 +310,7 @@ def info(
     counts, cache, share = found["parameters"], found["kv_bytes_per_token"], found["sparsity"]
     table.add_row("all", "", "", "", f"{counts['compressed']:,}", f"{cache['compressed']:,}", f"{share['total']:.2%}")
     table.add_row("dense", *dense, f"{counts['dense']:,}", f"{cache['dense']:,}", "")
-    say = _console(json_file).print
+    say = console(json_file).print
     say(table)
     say(f"decoder blocks: {share['blocks']:.2%} removed; weights on disk: {found['file_bytes'] / 1e6:,.1f} MB")
 
@@ -343,87 +322,19 @@ def demo(
     json_file: str | None = JSON,
 ) -> None:
     """Compress, evaluate and compare a small real model, with no network: a few minutes on two cores."""
-    _check_json(json_file)
-    _quiet()
+    check_json(json_file)
+    quiet()
     from .demo import run, tables
     from .progress import ProgressBar
 
     with ProgressBar("reading the model") as progress:
         result = run(out, overwrite, progress)
-    _emit(result, json_file)
-    console = _console(json_file)
+    emit(result, json_file)
+    screen = console(json_file)
     for part in tables(result):
-        console.print(part)
+        screen.print(part)
     if out is not None:
         console.print(f"the compressed checkpoint is in {out}", markup=False, soft_wrap=True)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def _number_or_auto(name: str, text: str) -> float | str:
-    if text == "auto":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"{name} '{text}' is neither a number nor 'auto'") from None
-
-
-def _check_positive(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise InputError(f"{name} {value} is not a positive whole number")
-
-
-def _check_json(file: str | None) -> None:
-    """Refuse, before the work, a `--json` target that could not be written after it."""
-    if file is None or file == "-":
-        return
-    path = Path(file)
-    if path.is_dir():
-        raise InputError(f"--json '{file}' is a folder; give a file name, or - for standard output")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--json '{file}': the folder '{path.parent}' does not exist; create it first")
-
-
-def _emit(data: dict[str, Any], file: str | None) -> None:
-    if file == "-":
-        print(json.dumps(data, indent=2))
-    elif file is not None:
-        from .checkpoint import write_json
-
-        write_json(data, file)
-
-
-def _console(json_file: str | None) -> Console:
-    """Where a person reads: standard output, unless JSON goes there."""
-    return Console(stderr=json_file == "-", highlight=False)
-
-
-def _quiet() -> None:
-    """Keep transformers' notes and bars off standard error, where this program's one line and its bar stand."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-def _positions(config: Any) -> int:
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
-
-
-def _dtype_name(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")
-
-
-def _encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
-    if not chat:
-        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if not tokenizer.chat_template:
-        raise InputError("--chat was given, but the model's tokenizer has no chat template; leave --chat out")
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
 
 def main() -> None:

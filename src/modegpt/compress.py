@@ -25,9 +25,9 @@ from .models import resolve_device
 from .moments import BlockMoments, record_moments
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
-from .report import Stopwatch, peak_gpu_memory_bytes, peak_memory_bytes, protocol
+from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import make_scorer
-from .surgery import BlockOutcome, compress_block
+from .surgery import BlockOutcome, compress_block, rounded_tensors
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores` or `compress`), the blocks done, and the blocks in all."""
@@ -260,7 +260,7 @@ class Run:
                 block = self._restore(index, tensors, outcome)
             else:
                 block, outcome = self._compress_block(blocks, index, calibration, allocation.ranks[index])
-                tensors = _rounded(block, self.out_dtype)
+                tensors = rounded_tensors(block, self.out_dtype)
                 keep(index, tensors, outcome)
             outcomes.append(outcome)
             with self.watch.stage("forward"):
@@ -328,22 +328,12 @@ class Run:
         """Return the run's report; its keys are documented in docs/json-output.md."""
         config, source = self.config, self.source
         n_parameters = sum(parameter.numel() for parameter in source.blocks.model.parameters())
-        removed = sum(
-            (size.full[name] - ranks[name]) * size.cost[name]
-            for size, ranks in zip(self.sizes, allocation.ranks, strict=True)
-            for name in ranks
-        )
         return {
             "model": source.name,
             "architecture": source.architecture.model_type,
             "calibration": self.text.about,
             "config": config.as_dict(),
-            "sparsity": {
-                "requested": config.sparsity,
-                "blocks": removed / sum(size.total for size in self.sizes),
-                "total": removed / n_parameters,
-            },
-            "parameters": {"dense": n_parameters, "compressed": n_parameters - removed},
+            **budget(self.sizes, allocation.ranks, n_parameters, config.sparsity),
             "allocation": {
                 "rule": config.allocation,
                 "temperature": allocation.temperature,
@@ -364,17 +354,3 @@ class Run:
     def _tell(self, stage: str, done: int) -> None:
         if self.progress is not None:
             self.progress(stage, done, self.source.dims.n_layers)
-
-
-@torch.no_grad()
-def _rounded(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the block's tensors in their final dtype, and round the block itself to it.
-
-    The next block must be calibrated on what the written weights produce, and so that a resumed run sees the same.
-    """
-    tensors = {}
-    for name, tensor in block.state_dict().items():
-        tensors[name] = tensor.to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu()
-        if tensor.is_floating_point() and tensor.dtype != dtype:
-            tensor.copy_(tensors[name])
-    return tensors

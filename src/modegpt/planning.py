@@ -13,7 +13,7 @@ from .config import CompressionConfig
 from .errors import MissingExtraError
 from .preparation import Source, plain_text
 from .ranks import LayerSizes
-from .report import protocol
+from .report import budget, protocol
 
 NEEDS_TEXT = ("influence", "influence-blocks", "owl")
 """Allocation rules that score the blocks on calibration text."""
@@ -42,7 +42,6 @@ def make_plan(
     source, sizes = run.source, run.sizes
     dense = sum(parameter.numel() for parameter in source.blocks.model.parameters())
     removed = [size.removed(ranks) for size, ranks in zip(sizes, allocation.ranks, strict=True)]
-    in_blocks = sum(size.total for size in sizes)
     layers = []
     for index, (size, ranks) in enumerate(zip(sizes, allocation.ranks, strict=True)):
         score = None if scores is None else scores[index].tolist()
@@ -55,12 +54,7 @@ def make_plan(
         "config": config.as_dict(),
         "temperature": allocation.temperature,
         "layers": layers,
-        "parameters": {"dense": dense, "compressed": dense - sum(removed)},
-        "sparsity": {
-            "requested": config.sparsity,
-            "blocks": sum(removed) / in_blocks,
-            "total": sum(removed) / dense,
-        },
+        **budget(sizes, allocation.ranks, dense, config.sparsity),
         "kv_bytes_per_token": _cache_bytes(source, allocation, run.out_dtype),
         "estimate": estimate(source, sizes, config, run.device),
         "warnings": source.notes + allocation.warnings,

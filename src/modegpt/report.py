@@ -5,12 +5,14 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
 import torch
+
+from .ranks import LayerSizes
 
 PACKAGES = ("modegpt", "torch", "transformers", "safetensors", "tokenizers")
 
@@ -42,6 +44,18 @@ def machine() -> dict[str, Any]:
 def protocol() -> dict[str, Any]:
     """Return what must stand beside any figure: command, versions and machine."""
     return {"command": " ".join(sys.argv), "versions": versions(), "machine": machine()}
+
+
+def budget(
+    sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], n_parameters: int, requested: float
+) -> dict[str, Any]:
+    """Return `sparsity` (requested, of the blocks, of the whole model) and `parameters` (dense, compressed)."""
+    removed = sum(size.removed(layer) for size, layer in zip(sizes, ranks, strict=True))
+    shares = {"blocks": removed / sum(size.total for size in sizes), "total": removed / n_parameters}
+    return {
+        "sparsity": {"requested": requested, **shares},
+        "parameters": {"dense": n_parameters, "compressed": n_parameters - removed},
+    }
 
 
 def peak_memory_bytes() -> int:

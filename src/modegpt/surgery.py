@@ -171,3 +171,17 @@ def _value_output(
     new.tensors.append((output, new_output.reshape(dims.d_model, -1), None))
     missing = result.deficiency
     return result.error, [f"the value moments lack {missing} ranks over all heads"] if missing else []
+
+
+@torch.no_grad()
+def rounded_tensors(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the block's tensors in their final dtype, and round the block itself to it.
+
+    The next block must be calibrated on what the written weights produce, and so that a resumed run sees the same.
+    """
+    tensors = {}
+    for name, tensor in block.state_dict().items():
+        tensors[name] = tensor.to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu()
+        if tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor.copy_(tensors[name])
+    return tensors

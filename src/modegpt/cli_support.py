@@ -1,0 +1,116 @@
+"""What every command shares: one line for an error, one place for JSON, the checks before the work."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from typer.core import TyperGroup
+
+from .errors import InputError, ModegptError
+
+INTERRUPTED = 130
+"""What shells return for a program that Ctrl-C ended."""
+
+
+class OneLineErrors(TyperGroup):
+    """A command group that answers every failure a user can cause with one line on standard error."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run a command and leave with its exit code: 0 done, 1 failed, 2 wrong call."""
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except ModegptError as problem:
+            fail(str(problem), problem.exit_code)
+        except (OSError, MemoryError) as problem:
+            fail(f"{type(problem).__name__}: {problem}", 1)
+        except Exception as problem:
+            # The parser's own complaints: their base class has moved between typer's versions, the method has not.
+            if not hasattr(problem, "format_message"):
+                raise
+            fail(f"{problem.format_message() or 'no command was given'}; see --help", 2)  # pyright: ignore
+        if code == INTERRUPTED:
+            fail("interrupted; no result was written, and compress --resume goes on where it stopped", INTERRUPTED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Print one line on standard error and leave with `code`."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def number_or_auto(name: str, text: str) -> float | str:
+    """Read a number, or `auto`."""
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{name} '{text}' is neither a number nor 'auto'") from None
+
+
+def check_positive(name: str, value: int | None) -> None:
+    """Refuse a count below 1."""
+    if value is not None and value < 1:
+        raise InputError(f"{name} {value} is not a positive whole number")
+
+
+def check_json(file: str | None) -> None:
+    """Refuse, before the work, a `--json` target that could not be written after it."""
+    if file is None or file == "-":
+        return
+    path = Path(file)
+    if path.is_dir():
+        raise InputError(f"--json '{file}' is a folder; give a file name, or - for standard output")
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"--json '{file}': the folder '{path.parent}' does not exist; create it first")
+
+
+def emit(data: dict[str, Any], file: str | None) -> None:
+    """Write JSON where `--json` says, if it says so."""
+    if file == "-":
+        print(json.dumps(data, indent=2))
+    elif file is not None:
+        from .checkpoint import write_json
+
+        write_json(data, file)
+
+
+def console(json_file: str | None) -> Console:
+    """Where a person reads: standard output, unless JSON goes there."""
+    return Console(stderr=json_file == "-", highlight=False)
+
+
+def quiet() -> None:
+    """Keep transformers' notes and bars off standard error, where this program's one line and its bar stand."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def positions(config: Any) -> int:
+    """Return the longest window of a model; without a limit, the largest whole number."""
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def dtype_name(model: Any) -> str:
+    """Return the dtype of a model as users write it."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
+    """Tokenise a prompt, in the model's chat template if asked."""
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if not tokenizer.chat_template:
+        raise InputError("--chat was given, but the model's tokenizer has no chat template; leave --chat out")
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
