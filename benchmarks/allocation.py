@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import modegpt
-from common import default_model, parser, save
-from modegpt.calibration import draw_windows, load_text, tokenize
+from common import default_model, parser, save, wikitext
+from modegpt.calibration import draw_windows
 from modegpt.models import open_model, open_tokenizer
 
 RULES = ("uniform", "influence", "influence-blocks", "owl")
@@ -25,15 +25,9 @@ def main() -> None:
     arguments = parser(__doc__, "allocation.json")
     arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.2, 0.3, 0.4])
     options = arguments.parse_args()
-    folder = options.data or Path("data")
     name = default_model(options.model)
-    tokenizer = open_tokenizer(name)
     dense = open_model(name, torch.float32)
-
-    def tokens(file: str) -> torch.Tensor:
-        return tokenize(load_text(str(folder / file), "evaluation"), tokenizer)
-
-    valid, test = tokens("wiki.valid.txt"), tokens("wiki.test.raw")
+    valid, test = wikitext(options, open_tokenizer(name))
     windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
     texts = {"selection": valid[SAMPLES * SEQ_LEN :], "test": test}
 

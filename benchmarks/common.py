@@ -4,6 +4,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from modegpt.calibration import load_text, tokenize
 from modegpt.checkpoint import write_json
 from modegpt.demo import model_file
 from modegpt.report import protocol
@@ -23,6 +26,13 @@ def parser(description: str | None, result: str) -> argparse.ArgumentParser:
 def default_model(name: str | None) -> str:
     """Return `name`, or the path of the demo model."""
     return name or str(model_file())
+
+
+def wikitext(options: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:
+    """Return the tokens of the validation and of the test text."""
+    folder = options.data or Path("data")
+    valid, test = (load_text(str(folder / file), "evaluation") for file in ("wiki.valid.txt", "wiki.test.raw"))
+    return tokenize(valid, tokenizer), tokenize(test, tokenizer)
 
 
 def save(path: Path, figures: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import modegpt
-from common import default_model, parser, save
-from modegpt.calibration import draw_windows, load_text, tokenize
+from common import default_model, parser, save, wikitext
+from modegpt.calibration import draw_windows
 from modegpt.models import open_model, open_tokenizer
 
 VARIANTS = {"mlp": ("mlp",), "query-key": ("qk",), "value-output": ("vo",), "all": ("mlp", "qk", "vo")}
@@ -22,16 +22,10 @@ SPARSITY, SAMPLES, SEQ_LEN, EVAL_WINDOWS = 0.25, 16, 512, 12
 
 def main() -> None:
     options = parser(__doc__, "faithful.json").parse_args()
-    folder = options.data or Path("data")
     name = default_model(options.model)
-    tokenizer = open_tokenizer(name)
     dense = open_model(name, torch.float32)
-
-    def tokens(file: str) -> torch.Tensor:
-        return tokenize(load_text(str(folder / file), "evaluation"), tokenizer)
-
-    windows = draw_windows(tokens("wiki.valid.txt"), SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
-    test = tokens("wiki.test.raw")
+    valid, test = wikitext(options, open_tokenizer(name))
+    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
 
     def perplexity(model: torch.nn.Module) -> float:
         return modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity

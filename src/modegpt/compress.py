@@ -153,10 +153,9 @@ class Run:
     def in_memory(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Run, and return all tensors of the compressed model and the report."""
         state: dict[str, Tensor] = {}
-        prefix = self._prefix()
 
         def keep(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
-            state.update({f"{prefix}.{index}.{name}": tensor for name, tensor in tensors.items()})
+            state.update(tensors)
 
         scores = self.scores()
         allocation = self.allocate(scores)
@@ -180,7 +179,6 @@ class Run:
             if partial and scores is not None:
                 partial.write_scores(scores)
         allocation = self.allocate(scores)
-        prefix = self._prefix()
         n_finished = self.team.agree(partial.finished_layers() if partial else 0)
 
         def read(index: int) -> tuple[dict[str, Tensor], BlockOutcome] | None:
@@ -190,9 +188,8 @@ class Run:
 
         def write(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
             if partial is not None:
-                named = {f"{prefix}.{index}.{name}": tensor for name, tensor in tensors.items()}
                 with self.watch.stage("write"):
-                    partial.write_layer(index, named, outcome)
+                    partial.write_layer(index, tensors, outcome)
 
         outcomes = self.compress_blocks(allocation, read, write)
         if partial is None:
@@ -249,7 +246,7 @@ class Run:
         Args:
             allocation: the ranks.
             read: gives a layer that an earlier try finished, or None.
-            keep: takes the tensors of a layer that is done.
+            keep: takes the tensors of a layer that is done, by their names in the model.
         """
         calibration = self._embed()
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
@@ -258,14 +255,16 @@ class Run:
             if (finished := read(index)) is not None:
                 tensors, outcome = finished
                 block = self._restore(index, tensors, outcome)
+                del tensors
             else:
                 block, outcome = self._compress_block(blocks, index, calibration, allocation.ranks[index])
-                tensors = rounded_tensors(block, self.out_dtype)
-                keep(index, tensors, outcome)
+                named = rounded_tensors(block, self.out_dtype).items()
+                keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
+                del named
             outcomes.append(outcome)
             with self.watch.stage("forward"):
                 self._advance(block, index, calibration)
-            del block, tensors, finished
+            del block, finished
             self._tell("compress", index + 1)
         return outcomes
 
@@ -292,8 +291,8 @@ class Run:
         source = self.source
         block = source.blocks.blank(index, self.device)
         shrink_block(block, source.architecture.describe(), outcome.layer, source.config)
-        prefix = f"{self._prefix()}.{index}."
-        block.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in tensors.items()})
+        own = {name.removeprefix(self._prefix(index)): tensor for name, tensor in tensors.items()}
+        block.load_state_dict(own)
         return block
 
     def _embed(self) -> Calibration:
@@ -308,8 +307,8 @@ class Run:
         for batch, output in enumerate(run_block(block, index, calibration, self.device, on_batch)):
             calibration.hidden[batch] = output
 
-    def _prefix(self) -> str:
-        return self.source.blocks.prefix
+    def _prefix(self, index: int) -> str:
+        return f"{self.source.blocks.prefix}.{index}."
 
     def _other_tensors(self) -> dict[str, Tensor]:
         other = self.source.blocks.other_tensors()

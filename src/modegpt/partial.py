@@ -44,7 +44,7 @@ class PartialCheckpoint:
         Raises:
             InputError: an unfinished run is there and neither `resume` nor `overwrite` is set, or it is another run.
         """
-        self.out, self.fingerprint, self.overwrite = out, fingerprint, overwrite
+        self.out, self.fingerprint = out, fingerprint
         self.folder = _partial(out)
         self._layers = self.folder / "layers"
         identity = self.folder / "fingerprint.json"
@@ -117,38 +117,26 @@ class PartialCheckpoint:
             report: the run's report, saved as `report.json`.
         """
         with self._refusals_explained("the checkpoint"):
-            self._write_model(other, n_layers, config, generation_config, tokenizer, report)
-            self._publish()
+            model = self.folder / "model"
+            shutil.rmtree(model, ignore_errors=True)
+            model.mkdir()
+            rest = self.folder / "rest.safetensors"
+            save_file({name: tensor.contiguous() for name, tensor in other.items()}, rest, {"format": "pt"})
+            self._write_weights([rest, *(self._file(index) for index in range(n_layers))], model)
+            config.save_pretrained(model)
+            if generation_config is not None:
+                generation_config.save_pretrained(model)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(model)
+            (model / MODELING_FILE).write_bytes(modeling_source())
+            write_json(report, model / REPORT_NAME)
+            for file in model.iterdir():
+                if file.is_file():
+                    _flush(file)
+            self._publish(model)
 
-    def _write_model(
-        self,
-        other: dict[str, Tensor],
-        n_layers: int,
-        config: PreTrainedConfig,
-        generation_config: GenerationConfig | None,
-        tokenizer: Any,
-        report: dict[str, Any],
-    ) -> None:
-        model = self.folder / "model"
-        shutil.rmtree(model, ignore_errors=True)
-        model.mkdir()
-        rest = self.folder / "rest.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in other.items()}, rest, {"format": "pt"})
-        self._write_weights([rest, *(self._file(index) for index in range(n_layers))], model)
-        config.save_pretrained(model)
-        if generation_config is not None:
-            generation_config.save_pretrained(model)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(model)
-        (model / MODELING_FILE).write_bytes(modeling_source())
-        write_json(report, model / REPORT_NAME)
-        for file in model.iterdir():
-            if file.is_file():
-                _flush(file)
-
-    def _publish(self) -> None:
+    def _publish(self, model: Path) -> None:
         """Give the finished folder its name; an existing one stays whole until then."""
-        model = self.folder / "model"
         if self.out.exists():
             shutil.rmtree(_previous(self.out), ignore_errors=True)
             self.out.rename(_previous(self.out))

@@ -19,7 +19,7 @@ from .evaluate import check_window
 from .modeling_modegpt import decoder_layers
 from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer
 from .report import versions
-from .shards import ShardBlocks, fingerprint, skeleton, why_not_streamable
+from .shards import ShardBlocks, find_tensors, fingerprint, skeleton, why_not_streamable
 
 
 @dataclass
@@ -103,14 +103,14 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         config, architecture = check_model(name)
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)
-        obstacle = "only a folder of safetensors can be streamed"
-        if folder is not None:
-            empty = skeleton(config)
-            obstacle = why_not_streamable(folder, empty, decoder_layers(empty, architecture.describe()))
+        empty = skeleton(config)
+        layers = decoder_layers(empty, architecture.describe())
+        files = {} if folder is None else find_tensors(folder)
+        obstacle = why_not_streamable(files, empty, layers)
         if folder is not None and obstacle is None:
-            blocks = ShardBlocks(folder, config, architecture, dtype, device)
-            generation_config = _generation_config(folder, blocks.model)
-            identity, notes = fingerprint(folder), []
+            blocks = ShardBlocks(files, empty, layers, dtype, device)
+            generation_config = _generation_config(folder, empty)
+            identity, notes = fingerprint(files), []
         else:
             loaded = open_model(name, dtype)
             blocks = ModelBlocks(loaded, architecture, consume=True)

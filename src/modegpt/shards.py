@@ -11,7 +11,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .architectures import Architecture
 from .blocks import Calibration, check_weights, layers_prefix, required_tensors, run_identity_blocks
 from .errors import InputError
 from .hidden_states import HiddenStates
@@ -22,8 +21,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def shard_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint folder, empty if it has none.
+def find_tensors(folder: Path) -> dict[str, Path]:
+    """Return the file that holds each tensor of a checkpoint folder, empty if it has no safetensors files.
 
     Raises:
         InputError: the index names a file that is missing, or a file is truncated.
@@ -33,29 +32,25 @@ def shard_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
         names = [SINGLE] if (folder / SINGLE).is_file() else []
-    files = [folder / name for name in names]
-    for file in files:
+    found: dict[str, Path] = {}
+    for file in (folder / name for name in names):
         if not file.is_file():
             raise InputError(f"the checkpoint's index names '{file.name}', which is not in '{folder}': fetch it again")
         try:
-            read_header(file)
+            found |= dict.fromkeys(read_header(file)[0], file)
         except ValueError as problem:
             raise InputError(f"shard {problem}: fetch it again") from problem
-    return files
+    return found
 
 
-def why_not_streamable(folder: Path, model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+def why_not_streamable(files: dict[str, Path], model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
     """Return why a checkpoint cannot be streamed (`model` is its skeleton, `layers` its blocks), or None if it can."""
-    if not folder.is_dir():
-        return "only a local folder can be streamed"
-    files = shard_files(folder)
     if not files:
         return "it has no safetensors files"
-    names = {name for file in files for name in read_header(file)[0]}
     hidden = [name for module in layers.modules() for name in module._non_persistent_buffers_set]
     if hidden:
         return f"its blocks hold a buffer ('{hidden[0]}') that no file stores"
-    missing = [name for name in required_tensors(model) if _stored_name(name, names, model) is None]
+    missing = [name for name in required_tensors(model) if _stored_name(name, files, model) is None]
     if missing:
         return f"its shards store '{missing[0]}' under another name or shape"
     return None
@@ -65,27 +60,25 @@ class ShardBlocks:
     """The blocks of a checkpoint folder, one at a time.
 
     Args:
-        folder: config and safetensors shards.
-        config: its config.
-        architecture: its family.
+        files: the file of each tensor, from `find_tensors`.
+        model: the checkpoint's skeleton.
+        layers: the skeleton's blocks.
         dtype: to run in.
         device: where embeddings are looked up.
     """
 
     def __init__(
         self,
-        folder: Path,
-        config: PreTrainedConfig,
-        architecture: Architecture,
+        files: dict[str, Path],
+        model: PreTrainedModel,
+        layers: nn.ModuleList,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Build the skeleton on the meta device and index the shards; no weight is read."""
-        self.folder, self.dtype, self.device = folder, dtype, device
-        self.model = skeleton(config)
-        self.layers = decoder_layers(self.model, architecture.describe())
+        """Note where everything is; no weight is read."""
+        self._files, self.dtype, self.device = files, dtype, device
+        self.model, self.layers = model, layers
         self.prefix = layers_prefix(self.model, self.layers)
-        self._files = {name: file for file in shard_files(folder) for name in read_header(file)[0]}
 
     def take(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.take`."""
@@ -153,10 +146,10 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def fingerprint(folder: Path) -> dict[str, str]:
+def fingerprint(files: dict[str, Path]) -> dict[str, str]:
     """Identify each shard by size, header, and the first and last mebibyte of its data: a few milliseconds each."""
     result = {}
-    for path in shard_files(folder):
+    for path in sorted(set(files.values())):
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with path.open("rb") as file:
