@@ -5,10 +5,15 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
 from .errors import InputError, ModegptError
+
+MODEL = typer.Argument(..., metavar="MODEL", help="Hub name, local folder or .gguf file.")
+DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
+JSON = typer.Option(None, "--json", metavar="FILE", help="Write the result as JSON; - for standard output.")
 
 INTERRUPTED = 130
 """What shells return for a program that Ctrl-C ended."""

@@ -1,0 +1,1 @@
+"""One file a command; `modegpt.cli` registers them."""
