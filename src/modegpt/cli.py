@@ -25,6 +25,7 @@ from .cli_support import (
     quiet,
 )
 from .commands.evaluate import evaluate
+from .commands.report import report as report_page
 from .config import DTYPES, CompressionConfig, check_choice
 from .errors import InputError
 
@@ -67,6 +68,7 @@ def compress(
     max_host_memory: int | None = typer.Option(None, help="Bytes of hidden states in memory; the rest goes to disk."),
     resume: bool = typer.Option(False, "--resume", help="Go on with a run that was interrupted."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it exists."),
+    page: bool = typer.Option(False, "--report", help="Write DIR/report.html as well, see modegpt report."),
     json_file: str | None = JSON,
 ) -> None:
     """Compress MODEL and write an ordinary checkpoint with its report."""
@@ -97,8 +99,11 @@ def compress(
     quiet()
     from .compress import compress_to_folder
     from .distributed import leave_team
+    from .html_report import require_extra, write_report
     from .progress import ProgressBar
 
+    if page:
+        require_extra()
     with ProgressBar("reading model and text") as progress:
         report = compress_to_folder(
             model, calibration, out, config, overwrite=overwrite, resume=resume, progress=progress
@@ -107,6 +112,8 @@ def compress(
     if os.environ.get("RANK", "0") != "0":  # under torchrun, one process speaks for all
         return
     emit(report, json_file)
+    if page:
+        write_report(out)
     say = console(json_file).print
     counts, share = report["parameters"], report["sparsity"]
     say(f"{counts['dense']:,} parameters became {counts['compressed']:,}, in {report['seconds']['total']:.0f} s")
@@ -284,6 +291,7 @@ def demo(
 
 # Commands with a file of their own.
 app.command("eval")(evaluate)
+app.command("report")(report_page)
 
 
 def main() -> None:

@@ -1,0 +1,93 @@
+"""`modegpt report`: one HTML page about a compressed checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ..cli_support import DEVICE, JSON, check_json, check_positive, console, emit, quiet
+from ..config import DTYPES, check_choice
+from ..errors import InputError
+
+IN_MEMORY = "in memory"
+"""What a run calls a model that came from no file."""
+
+
+def report(
+    folder: Path = typer.Argument(..., metavar="DIR", help="A folder that modegpt compress wrote."),
+    out: Path | None = typer.Option(None, "--out", metavar="FILE.html", help="The page; by default DIR/report.html."),
+    eval_files: list[Path] = typer.Option([], "--eval", metavar="FILE", help="Of modegpt eval --json; repeatable."),
+    bench_file: Path | None = typer.Option(None, "--bench", metavar="FILE", help="Of modegpt bench --json."),
+    against: str | None = typer.Option(None, help="The dense model to measure beside it; else the one of the run."),
+    data: list[str] = typer.Option([], "--data", help="Measure perplexity on this, of both models; repeatable."),
+    prompt: list[str] = typer.Option([], "--prompt", help="Let both models continue this text; repeatable."),
+    seq_len: int | None = typer.Option(None, help="Tokens of a window; by default 2048, or the model's positions."),
+    max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
+    max_new_tokens: int = typer.Option(64, help="Tokens to add to a prompt at most."),
+    dtype: str = typer.Option("auto", help=f"To measure in: {', '.join(DTYPES)}."),
+    device: str = DEVICE,
+    json_file: str | None = JSON,
+) -> None:
+    """Write one self-contained HTML page about a compression: layers, errors, quality, speed, time, samples."""
+    check_choice("dtype", dtype, DTYPES)
+    for name, value in (("seq_len", seq_len), ("max_windows", max_windows), ("max_new_tokens", max_new_tokens)):
+        check_positive(name, value)
+    if against is not None and not data and not prompt:
+        raise InputError("--against measures nothing by itself; add --data, --prompt or both")
+    check_json(json_file)
+    target = _target(folder, out)
+    evals = [_read(path, "eval") for path in eval_files]
+    bench = None if bench_file is None else _read(bench_file, "bench")
+    quiet()
+    from ..html_report import read_run, require_extra, write_report
+
+    require_extra()
+    run, _ = read_run(folder)
+    samples: list[dict[str, Any]] = []
+    if data or prompt:
+        from ..measuring import measure
+        from ..progress import ProgressBar
+
+        if against is None and run["model"] == IN_MEMORY:
+            raise InputError("the dense model of this run was in memory; name one with --against")
+        models = [against or run["model"], str(folder)]
+        with ProgressBar("loading the models") as progress:
+            measured, samples = measure(
+                models,
+                data,
+                prompt,
+                seq_len=seq_len,
+                max_windows=max_windows,
+                max_new_tokens=max_new_tokens,
+                dtype=dtype,
+                device=device,
+                progress=progress,
+            )
+        evals += measured
+    result = write_report(folder, target, evals=evals, bench=bench, samples=samples, dense=against)
+    emit(result, json_file)
+    console(json_file).print(f"written to {target}, {result['bytes'] / 1e3:.0f} kB", markup=False, soft_wrap=True)
+
+
+def _target(folder: Path, out: Path | None) -> Path:
+    """Return the page's file, once it is sure that it can be written."""
+    from ..html_report import PAGE_NAME
+
+    target = out if out is not None else folder / PAGE_NAME
+    if target.is_dir():
+        raise InputError(f"--out '{target}' is a folder; give a file name")
+    if out is not None and not target.absolute().parent.is_dir():
+        raise InputError(f"--out '{target}': the folder '{target.parent}' does not exist; create it first")
+    return target
+
+
+def _read(path: Path, command: str) -> dict[str, Any]:
+    """Read what another command's `--json` wrote."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise InputError(f"--{command} '{path}' cannot be read as JSON: {problem}") from problem
+    if not isinstance(result, dict) or not isinstance(result.get("results"), list):
+        raise InputError(f"--{command} '{path}' has no 'results'; give a file that modegpt {command} --json wrote")
+    return result

@@ -1,0 +1,333 @@
+"""What stands on the HTML page, section by section: plots, tables and sentences from the run's figures.
+
+Each function returns what its section shows (`lead`, `plots`, `tables`, `note`, `commands`), or None for nothing.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import plots
+
+MODULES = {"mlp": "MLP", "qk": "query-key", "vo": "value-output"}
+STAGES = {
+    "text": "reading the text",
+    "load": "loading weights",
+    "embed": "embedding the text",
+    "scores": "importance scores",
+    "moments": "moments of the dense blocks",
+    "decompose": "decomposing",
+    "forward": "running compressed blocks",
+    "write": "writing",
+}
+
+
+class Plot(NamedTuple):
+    """A plot, what a reader who cannot see it is told, and its caption."""
+
+    svg: str
+    alt: str
+    caption: str
+
+
+class Table(NamedTuple):
+    """A table; cells are text, the first column names the row."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def tiles(run: dict[str, Any], found: dict[str, Any], figures: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return name, value and note of the figures that matter most."""
+    counts, share = run["parameters"], run["sparsity"]
+    cache = found["kv_bytes_per_token"]
+    tiles = [
+        ("parameters", _short(counts["compressed"]), f"of {_short(counts['dense'])}; {share['total']:.1%} removed"),
+        ("removed from the blocks", f"{share['blocks']:.1%}", f"{share['requested']:.0%} were asked for"),
+        (
+            "key-value cache",
+            f"{cache['compressed']:,} B",
+            f"a token, of {cache['dense']:,} B; {_change(cache['dense'], cache['compressed'])}",
+        ),
+        ("weights on disk", f"{found['file_bytes'] / 1e6:,.1f} MB", found["dtype"]),
+    ]
+    for entry in figures["perplexity"]:
+        models = entry["models"]
+        if {"dense", "compressed"} <= models.keys():
+            note = f"dense {models['dense']:.2f}; {_change(models['dense'], models['compressed'])}"
+            tiles.append((f"perplexity, {Path(entry['data']).name}", f"{models['compressed']:.2f}", note))
+    first = next(iter((figures["speed"] or {}).get("points", [])), None)
+    if first is not None and {"dense", "compressed"} == first["models"].keys() and "dense" in first["speedups"]:
+        ratio = first["speedups"]["dense"]["decode"]["median"]
+        note = f"of the dense model's speed, {_point(first)} tokens of prompt"
+        tiles.append(("decoding", f"{ratio:.2f} x", note))
+    tiles.append(("time to compress", _duration(run["seconds"]["total"]), _where(run)))
+    return tiles
+
+
+def protocol(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return what was compressed, how, and every setting."""
+    text, config = run["calibration"], run["config"]
+    modules = [MODULES[module] for module in config["modules"]]
+    lead = (
+        f"{model_name(run)} (family {run['architecture']}, {len(run['layers'])} decoder blocks) was compressed "
+        f"without training: pairs of weight matrices ({', '.join(modules)}) were decomposed together, block by "
+        f"block, on what {text['samples']} x {text['seq_len']} tokens of {text['data']} send through them. "
+        f"{run['sparsity']['blocks']:.2%} of the parameters of the decoder blocks were removed, "
+        f"{run['sparsity']['total']:.2%} of all parameters; {run['sparsity']['requested']:.0%} of the blocks were "
+        "asked for."
+    )
+    shown = {"model": run["model"]} | {
+        name: value for name, value in config.items() if name != "plan" and value is not None
+    }
+    if config.get("plan"):
+        shown["plan"] = f"ranks of {len(config['plan'])} layers"
+    rows = [[name.replace("_", " "), _setting(value)] for name, value in shown.items()]
+    if run["allocation"]["temperature"] is not None:
+        rows.append(["temperature that was used", f"{run['allocation']['temperature']:.6g}"])
+    return {"lead": lead, "tables": [Table("Settings of the run", ["setting", "value"], rows)]}
+
+
+def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return sparsity, ranks and scores by layer."""
+    layers, dense = run["layers"], found["dense"]
+    numbers = range(len(layers))
+    removed = [100 * layer["sparsity"] for layer in found["layers"]]
+    mean = 100 * run["sparsity"]["blocks"]
+    kept = {
+        label: (numbers, [100 * layer["ranks"][module] / dense[module] for layer in layers])
+        for module, label in MODULES.items()
+    }
+    drawn = [
+        Plot(
+            plots.columns(removed, "layer", "% removed", (f"all blocks: {mean:.1f} %", mean)),
+            f"Columns of the share of parameters removed from each of {len(layers)} layers, "
+            f"between {min(removed):.1f} and {max(removed):.1f} %.",
+            "Share of each layer's parameters that was removed.",
+        ),
+        Plot(
+            plots.lines(kept, "layer", "% of the dense rank kept", whole=True, limits=(0, 105)),
+            "Lines of the share of the dense rank that each module keeps, by layer; the figures are in the table.",
+            "What each module keeps of its dense rank.",
+        ),
+    ]
+    scores = run["allocation"]["scores"]
+    if scores is not None:
+        names = ("attention", "MLP") if isinstance(scores[0], list) else (run["allocation"]["rule"],)
+        split = zip(*scores, strict=True) if isinstance(scores[0], list) else [scores]
+        parts = {name: (numbers, list(part)) for name, part in zip(names, split, strict=True)}
+        alt = "Lines of the importance score that the allocation rule gave each layer."
+        drawn.append(Plot(plots.lines(parts, "layer", "score", whole=True), alt, "Importance: high scores are spared."))
+    rows = [
+        [
+            str(index),
+            f"{own['sparsity']:.2%}",
+            *(f"{layer['ranks'][module]:,} of {dense[module]:,}" for module in MODULES),
+            *(f"{layer['error'][module]:.4f}" for module in MODULES),
+            f"{own['parameters']:,}",
+        ]
+        for index, (layer, own) in enumerate(zip(layers, found["layers"], strict=True))
+    ]
+    head = ["layer", "removed", *MODULES.values(), *(f"error, {label}" for label in MODULES.values()), "parameters"]
+    note = "Ranks are neurons for the MLP, coordinates of a head for query-key and value-output."
+    return {"plots": drawn, "tables": [Table("Every layer", head, rows)], "note": note}
+
+
+def errors(run: dict[str, Any]) -> dict[str, Any] | None:
+    """Return reconstruction error by layer and module; None if all were left whole."""
+    numbers = range(len(run["layers"]))
+    series = {}
+    for module, label in MODULES.items():
+        values = [layer["error"][module] or None for layer in run["layers"]]
+        if any(values):
+            series[label] = (numbers, values)
+    if not series:
+        return None
+    present = [value for _, values in series.values() for value in values if value]
+    log = max(present) > 20 * min(present)
+    worst = {
+        label: max(numbers, key=lambda index, values=values: values[index] or 0.0)
+        for label, (_, values) in series.items()
+    }
+    told = "; ".join(
+        f"{label}: largest {series[label][1][index]:.4f} in layer {index}" for label, index in worst.items()
+    )
+    plot = Plot(
+        plots.lines(series, "layer", "relative error", log=log, whole=True),
+        f"Lines of the relative reconstruction error by layer. {told}.",
+        f"Relative error of each module's output on the calibration text. {told}.",
+    )
+    whole = any(not layer["error"][module] for layer in run["layers"] for module in MODULES)
+    return {"plots": [plot], "note": "Modules left whole have no point." if whole else None}
+
+
+def quality(figures: dict[str, Any]) -> dict[str, Any] | None:
+    """Return perplexity and accuracy of the models; None without figures."""
+    content: dict[str, Any] = {"plots": [], "tables": []}
+    texts, tasks = figures["perplexity"], figures["accuracy"]
+    if texts:
+        models = _models(texts)
+        labels = [f"{Path(entry['data']).name}, {entry['seq_len']}" for entry in texts]
+        series = {model: [entry["models"].get(model) for entry in texts] for model in models}
+        alt = "Bars of perplexity by text and model; the figures are in the table."
+        drawn = plots.bars(labels, series, "perplexity (lower is better)")
+        content["plots"].append(Plot(drawn, alt, "Perplexity, by text and window length."))
+        rows = []
+        for entry in texts:
+            shown = [f"{entry['models'][model]:.4f}" if model in entry["models"] else "" for model in models]
+            rows.append([entry["data"], str(entry["seq_len"]), f"{entry['tokens']:,}", *shown])
+        content["tables"].append(Table("Perplexity", ["text", "window", "tokens", *models], rows))
+    if tasks:
+        models = _models(tasks)
+        plain = [entry for entry in tasks if entry["metric"] == "acc"]
+        values = {model: [_percent(entry, model, "value") for entry in plain] for model in models}
+        spread = {model: [_percent(entry, model, "stderr") for entry in plain] for model in models}
+        whiskers = {model: [(half or 0.0, half or 0.0) for half in halves] for model, halves in spread.items()}
+        drawn = plots.bars([e["task"] for e in plain], values, "accuracy, %", form="{:.1f}", errors=whiskers)
+        alt = "Bars of zero-shot accuracy by task and model; the figures are in the table."
+        content["plots"].append(Plot(drawn, alt, "Zero-shot accuracy; the whiskers are one standard error."))
+        rows = [
+            [e["task"], e["metric"], str(e["samples"] or ""), *(_accuracy(e, model) for model in models)] for e in tasks
+        ]
+        content["tables"].append(Table("Accuracy, %", ["task", "metric", "samples", *models], rows))
+    return content if texts or tasks else None
+
+
+def _models(entries: Sequence[dict[str, Any]]) -> list[str]:
+    """Return every model of some entries, in the order of their first mention."""
+    return list(dict.fromkeys(model for entry in entries for model in entry["models"]))
+
+
+def _percent(entry: dict[str, Any], model: str, key: str) -> float | None:
+    value = entry["models"].get(model, {}).get(key)
+    return None if value is None else 100 * value
+
+
+def _accuracy(entry: dict[str, Any], model: str) -> str:
+    value, half = (_percent(entry, model, key) for key in ("value", "stderr"))
+    return "" if value is None else f"{value:.2f}" if half is None else f"{value:.2f} ± {half:.2f}"
+
+
+def speed(run: dict[str, Any], found: dict[str, Any], bench: dict[str, Any] | None) -> dict[str, Any]:
+    """Return memory, and speeds where they were measured."""
+    cache, counts = found["kv_bytes_per_token"], run["parameters"]
+    sizes = {"parameters": counts, "key-value cache, bytes a token": cache}
+    content: dict[str, Any] = {"plots": [], "tables": []}
+    if bench is not None:
+        files = {name: about.get("file_bytes") for name, about in bench["models"].items()}
+        if files.get("dense") and files.get("compressed"):
+            sizes["weights on disk, bytes"] = files
+        if any(point["speedups"] for point in bench["points"]):
+            content["plots"].append(_speedups(bench))
+        content["tables"].append(_speed_table(bench))
+    rows = [
+        [label, *(f"{pair[name]:,}" for name in ("dense", "compressed")), _change(pair["dense"], pair["compressed"])]
+        for label, pair in sizes.items()
+    ]
+    content["tables"].append(Table("Memory", ["", "dense", "compressed", "change"], rows))
+    return content
+
+
+def _speedups(bench: dict[str, Any]) -> Plot:
+    first, other = list(bench["models"])[:2]
+    ratios = [point["speedups"][other] for point in bench["points"]]
+    values = {task: [ratio[task]["median"] for ratio in ratios] for task in ("prefill", "decode")}
+    whiskers = {
+        task: [(r[task]["median"] - r[task]["min"], r[task]["max"] - r[task]["median"]) for r in ratios]
+        for task in values
+    }
+    labels = [_point(point) for point in bench["points"]]
+    drawn = plots.bars(labels, values, f"speed of {first} / speed of {other}", errors=whiskers, level=(other, 1.0))
+    told = "; ".join(
+        f"{label}: prefill {prefill:.2f}, decode {decode:.2f}"
+        for label, prefill, decode in zip(labels, *values.values(), strict=True)
+    )
+    note = "Both ran in turn, in one process: the median of the rounds' ratios, the whiskers their range."
+    return Plot(drawn, f"Bars of the speed of {first} over that of {other}. {told}.", note)
+
+
+def _speed_table(bench: dict[str, Any]) -> Table:
+    head = ["sequences x prompt", "model", "prefill, tokens/s", "decode, tokens/s", "first token, ms", "a token, ms"]
+    rows = [
+        [
+            _point(point),
+            model,
+            *(f"{figures[f'{task}_tokens_per_second']:,.1f}" for task in ("prefill", "decode")),
+            *(f"{1e3 * figures[f'{what}_seconds']:,.1f}" for what in ("first_token", "token")),
+            f"{figures['peak_memory_bytes'] / 1e6:,.0f}",
+        ]
+        for point in bench["points"]
+        for model, figures in point["models"].items()
+    ]
+    return Table("Speed", [*head, "peak memory, MB"], rows)
+
+
+def _point(point: dict[str, Any]) -> str:
+    return f"{point['batch_size']} x {point['prompt_tokens']}"
+
+
+def time(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the seconds of each stage, and the peak of memory."""
+    seconds = run["seconds"]
+    stages: dict[str, float] = {
+        STAGES.get(str(name), str(name)): value for name, value in seconds.items() if name != "total"
+    }
+    rest = seconds["total"] - sum(stages.values())
+    if rest > 0.005 * seconds["total"]:
+        stages["everything else"] = round(rest, 3)
+    ordered = dict(sorted(stages.items(), key=lambda item: -item[1]))
+    told = ", ".join(f"{name} {value:.1f} s" for name, value in ordered.items())
+    plot = Plot(
+        plots.bars(list(ordered), {"seconds": list(ordered.values())}, "seconds", form="{:.1f}"),
+        f"Bars of the seconds of each stage: {told}.",
+        f"{seconds['total']:.1f} s in all.",
+    )
+    peaks = [["of the process", f"{run['peak_memory_bytes'] / 2**20:,.0f} MiB"]]
+    if run.get("peak_gpu_memory_bytes"):
+        peaks.append(["of tensors on the GPU", f"{run['peak_gpu_memory_bytes'] / 2**20:,.0f} MiB"])
+    return {"plots": [plot], "tables": [Table("Peak memory of the run", ["", "memory"], peaks)]}
+
+
+def repeat(run: dict[str, Any], evals: Sequence[dict[str, Any]], bench: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the commands, the machine and the versions."""
+    others = [result.get("protocol", {}).get("command") for result in (*evals, *([bench] if bench else []))]
+    commands = list(dict.fromkeys(command for command in (run["command"], *others) if command))
+    machine = [[name, str(value)] for name, value in run["machine"].items()]
+    versions = [[name, value] for name, value in run["versions"].items()]
+    tables = [Table("Machine", ["", "value"], machine), Table("Versions", ["package", "version"], versions)]
+    return {"commands": commands, "tables": tables}
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+
+
+def model_name(run: dict[str, Any]) -> str:
+    """Return the last part of the dense model's name."""
+    path = Path(run["model"])
+    return path.stem if path.suffix == ".gguf" else path.name or run["model"]
+
+
+def _short(count: int) -> str:
+    for unit, letter in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.4g} {letter}"
+    return str(count)
+
+
+def _change(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _where(run: dict[str, Any]) -> str:
+    return str(run["machine"].get("gpu") or f"{run['machine']['threads']} CPU thread(s)")
