@@ -24,6 +24,7 @@ from .cli_support import (
     positions,
     quiet,
 )
+from .commands.bench import bench
 from .commands.evaluate import evaluate
 from .commands.report import report as report_page
 from .config import DTYPES, CompressionConfig, check_choice
@@ -290,6 +291,7 @@ def demo(
 
 
 # Commands with a file of their own.
+app.command("bench")(bench)
 app.command("eval")(evaluate)
 app.command("report")(report_page)
 

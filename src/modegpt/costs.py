@@ -1,0 +1,145 @@
+"""What a model costs by its shapes: parameters, multiply-accumulates and cache, read off the model by one short pass.
+
+For `n` prompt tokens and one that attends to `c` positions, with a window `w` where a layer has one:
+
+    prefill MACs = n * linear + head + sum over layers of a_l * sum over t = 1..n of min(t, w_l)
+    decode MACs  =     linear + head + sum over layers of a_l * min(c, w_l)
+
+`linear` is the sum of outputs times inputs over the linear layers that a token passes, `head` that of the output
+embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query against
+one position. Norms, biases, activations, softmax and the rotation are not counted.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .models import local_folder
+
+PROBE_TOKENS = 2
+"""Tokens of the short pass: few enough for any sliding window."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one layer's attention costs."""
+
+    macs: int
+    """Of one query, over all heads, against one position."""
+    window: int | None
+    """Positions that a query attends to at most; None for all before it."""
+
+    def attended(self, context: int) -> int:
+        """Return the MACs of a token that may attend to `context` positions, itself included."""
+        return self.macs * min(context, self.window or context)
+
+    def attended_by_all(self, n_tokens: int) -> int:
+        """Return the MACs of `n_tokens` tokens, each attending to itself and those before it."""
+        full = min(n_tokens, self.window or n_tokens)
+        return self.macs * (full * (full + 1) // 2 + (n_tokens - full) * full)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The sizes that decide speed and memory."""
+
+    parameters: int
+    """Tied weights once."""
+    parameters_per_token: int
+    """What decoding a token reads: all weights but embedding tables, of which it reads a row; a tied head counts."""
+    weight_bytes: int
+    """Parameters and buffers, as they are in memory."""
+    kv_bytes_per_token: int
+    """Of the key and value tensors in the cache."""
+    linear_macs: int
+    """Of the linear layers for one token, without the head."""
+    head_macs: int
+    """Of the output embedding for one token."""
+    attention: tuple[Attention, ...]
+    """By layer."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return what does not depend on batch and length, for JSON."""
+        keys = ("parameters", "parameters_per_token", "weight_bytes", "kv_bytes_per_token")
+        return {key: getattr(self, key) for key in keys}
+
+    def prefill_macs(self, n_tokens: int) -> int:
+        """Return the MACs of reading one prompt of `n_tokens` tokens."""
+        return n_tokens * self.linear_macs + self.head_macs + sum(a.attended_by_all(n_tokens) for a in self.attention)
+
+    def decode_macs(self, context: int) -> int:
+        """Return the MACs of one new token that attends to `context` positions, itself included."""
+        return self.linear_macs + self.head_macs + sum(a.attended(context) for a in self.attention)
+
+
+@torch.no_grad()
+def costs_of(model: PreTrainedModel) -> Costs:
+    """Run a few tokens through a causal language model and read its sizes off what really happened.
+
+    Layers are counted as often as a token passes them; weights that are no linear layer (fused experts) are counted as
+    parameters only.
+    """
+    head = model.get_output_embeddings()
+    ids = torch.ones(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
+    with _count_linear_macs(model, head) as counted:
+        cache = model(ids, use_cache=True).past_key_values
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    n_heads = model.config.get_text_config(decoder=True).num_attention_heads
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    read = {id(p): p.numel() for m in model.modules() if m not in tables for p in m.parameters(recurse=False)}
+    return Costs(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters_per_token=sum(read.values()),
+        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        kv_bytes_per_token=cache_bytes(cache) // PROBE_TOKENS,
+        linear_macs=sum(counted) // PROBE_TOKENS,
+        head_macs=0 if head is None else head.weight.numel(),  # pyright: ignore[reportAttributeAccessIssue]
+        attention=tuple(
+            Attention(n_heads * (layer.keys.shape[-1] + layer.values.shape[-1]), getattr(layer, "sliding_window", None))
+            for layer in layers
+        ),
+    )
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of the key and value tensors that a transformers cache holds."""
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+@contextmanager
+def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[list[int]]:
+    """Collect the MACs of every linear layer that runs in the context, but for the head."""
+    counted: list[int] = []
+
+    def count(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        n_tokens = output.numel() // output.shape[-1]
+        counted.append(n_tokens * module.weight.numel())  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+    handles = [module.register_forward_hook(count) for module in linears]
+    try:
+        yield counted
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def file_bytes(name: str) -> int | None:
+    """Return the bytes of a model's weight files; None where they are in no format known here."""
+    path = Path(name)
+    if path.suffix == ".gguf":
+        return path.stat().st_size
+    folder = local_folder(name)
+    for pattern in ("*.safetensors", "*.bin"):
+        files = list(folder.glob(pattern)) if folder else []
+        if files:
+            return sum(file.stat().st_size for file in files)
+    return None

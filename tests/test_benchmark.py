@@ -1,0 +1,222 @@
+"""Costs against an independent count, the measuring loop against what it says it does, and the command."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OPTConfig, OPTForCausalLM
+from typer.testing import CliRunner
+
+from modegpt.architectures import architecture_of
+from modegpt.benchmark import BenchSettings, Runner, _next_token, _profiled_peak, benchmark, check_settings
+from modegpt.checkpoint import build, compressed_config
+from modegpt.cli import app
+from modegpt.costs import Attention, costs_of
+from modegpt.errors import InputError
+from modegpt.modeling_modegpt import decoder_layers, shrink_block
+
+SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**SIZES, "intermediate_size": 40, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SHAPES = [
+    {"rope_pairs": 3, "qk_plain": 0, "value_dim": 5, "mlp_width": 27},
+    {"rope_pairs": 2, "qk_plain": 0, "value_dim": 6, "mlp_width": 31},
+]
+SMALL = BenchSettings(batch_sizes=(2,), lengths=(6,), new_tokens=3, repeats=3)
+
+
+def dense_llama(**changes):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes})).eval()
+
+
+def compressed_llama():
+    dense = dense_llama()
+    architecture = architecture_of(dense.config)
+    config = compressed_config(dense.config, architecture, SHAPES)
+    for block, shape in zip(decoder_layers(dense, architecture.describe()), SHAPES, strict=True):
+        shrink_block(block, architecture.describe(), shape, dense.config)
+    return build(config, dense.state_dict())
+
+
+def opt():
+    return OPTForCausalLM(OPTConfig(**SIZES, ffn_dim=40, word_embed_proj_dim=16, max_position_embeddings=64)).eval()
+
+
+MODELS = {"dense": dense_llama, "compressed": compressed_llama, "opt": opt}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
+def test_macs_are_what_torch_counts(name: str):
+    """Torch's counter sees every matrix product that runs; unfused attention is made of them, over all pairs."""
+    model, n = MODELS[name](), 7
+    costs = costs_of(model)
+    model.set_attn_implementation("eager")
+    ids = torch.ones(1, n, dtype=torch.long)
+    with FlopCounterMode(display=False) as prefill:
+        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    with FlopCounterMode(display=False) as decode:
+        model(ids[:, :1], past_key_values=cache, logits_to_keep=1)
+    above_diagonal = n * (n - 1) // 2 * sum(layer.macs for layer in costs.attention)
+    assert 2 * (costs.prefill_macs(n) + above_diagonal) == prefill.get_total_flops()
+    assert 2 * costs.decode_macs(n + 1) == decode.get_total_flops()
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+def test_attended_positions_by_brute_force(window: int | None):
+    layer = Attention(macs=3, window=window)
+    for n in (1, 3, 4, 5, 20):
+        steps = [3 * len([s for s in range(t + 1) if window is None or t - s < window]) for t in range(n)]
+        assert layer.attended_by_all(n) == sum(steps)
+        assert layer.attended(n) == steps[-1]
+
+
+def test_a_sliding_window_is_found():
+    model = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=6)).eval()
+    assert [layer.window for layer in costs_of(model).attention] == [6, 6]
+    assert [layer.window for layer in costs_of(dense_llama()).attention] == [None, None]
+
+
+def test_parameters_per_token_count_a_tied_head_and_no_table():
+    d_model, vocabulary = 32, 50
+    for tied in (True, False):
+        costs = costs_of(dense_llama(tie_word_embeddings=tied))
+        table = 0 if tied else d_model * vocabulary
+        assert costs.parameters_per_token == costs.parameters - table
+        assert costs.head_macs == d_model * vocabulary
+
+
+def test_cache_of_a_compressed_model():
+    dense, compressed = costs_of(dense_llama()), costs_of(compressed_llama())
+    n_kv_heads, float_bytes = 2, 4
+    assert dense.kv_bytes_per_token == 2 * 2 * n_kv_heads * 8 * float_bytes
+    kept = sum(2 * shape["rope_pairs"] + shape["value_dim"] for shape in SHAPES)
+    assert compressed.kv_bytes_per_token == n_kv_heads * kept * float_bytes
+
+
+def test_profiled_peak_counts_what_is_held_at_once():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        first = torch.empty(1000)
+        second = torch.empty(3000)
+        del first
+        third = torch.empty(2000)
+        del second, third
+    assert _profiled_peak(profile) == 4 * (3000 + 2000)
+
+
+@torch.no_grad()
+def test_a_round_decodes_greedily_with_a_cache():
+    model, ids = dense_llama(eos_token_id=None), torch.arange(12).reshape(2, 6)
+    seen = []
+    hook = model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].clone()))
+    timing = Runner(model, ids, SMALL).run()
+    hook.remove()
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+    assert torch.equal(torch.cat(seen, dim=1), expected)
+    assert len(timing.steps) == SMALL.new_tokens
+    assert min(timing.prefill, *timing.steps) > 0
+
+
+@torch.no_grad()
+def test_memory_holds_weights_cache_and_more_with_the_batch():
+    model = compressed_llama()
+    costs, length = costs_of(model), SMALL.lengths[0] + SMALL.new_tokens
+    peaks = []
+    for batch in (1, 4):
+        held = Runner(model, torch.ones(batch, SMALL.lengths[0], dtype=torch.long), SMALL).memory(costs.weight_bytes)
+        assert held["cache_bytes"] == batch * length * costs.kv_bytes_per_token
+        assert held["peak_memory_bytes"] > costs.weight_bytes + held["cache_bytes"]
+        peaks.append(held["peak_memory_bytes"] - costs.weight_bytes)
+    # All but a few position ids grows with the batch.
+    assert 3.5 < peaks[1] / peaks[0] <= 4
+
+
+def test_rounds_alternate_and_ratios_say_how_many_times_faster():
+    models = {"model": compressed_llama(), "against": dense_llama()}
+    order = []
+    for name, model in models.items():
+        model.register_forward_pre_hook(lambda _module, _inputs, name=name: order.append(name))
+    # So slow that no other load on the machine turns the ratio: a pass of these models takes about a millisecond.
+    models["against"].register_forward_pre_hook(lambda _module, _inputs: time.sleep(0.05))
+    costs, (row,) = benchmark(models, SMALL)
+    one_round = 1 + SMALL.new_tokens
+    probes, rounds = order[:2], order[2 : 2 + 8 * one_round]
+    assert probes == ["model", "against"]
+    assert rounds[::one_round] == ["model", "against", "against", "model"] * 2
+    for task in ("prefill", "decode"):
+        ratio = row["speedups"]["against"][task]
+        assert 1 < ratio["min"] <= ratio["median"] <= ratio["max"]
+        for figures in row["models"].values():
+            assert len(figures[f"{task}_seconds"]) == SMALL.repeats
+    slow = row["models"]["against"]
+    assert slow["decode_tokens_per_second"] < 2 / 0.05
+    assert slow["token_seconds"] > 0.05
+    assert slow["first_token_seconds"] > 0.05
+    assert slow["prefill_macs"] == 2 * costs["against"].prefill_macs(6)
+
+
+@torch.no_grad()
+def test_a_compiled_step_decodes_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
+    """On the static cache that the graph is bound to, in every round; code generation is left out of the test."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, mode, **kwargs: compile_(*args, backend="eager", **kwargs))
+    model, ids = compressed_llama(), torch.arange(12).reshape(2, 6)
+    runner = Runner(model, ids, BenchSettings(new_tokens=3, compile=True))
+    eager = Runner(model, ids, SMALL)._round(_next_token)[1]
+    for _ in range(2):
+        static = runner._round(runner._step)[1]
+        for ours, theirs in zip(static.layers, eager.layers, strict=True):
+            # The keys of decoded tokens tell which tokens these were; float32 rounding of numbers of size 1.
+            torch.testing.assert_close(ours.keys, theirs.keys, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lengths": (62,)}, "exceed the model's 64 positions"),
+        ({"batch_sizes": (0,)}, "batch_sizes 0"),
+        ({"batch_sizes": ()}, "batch_sizes is empty"),
+        ({"repeats": 0}, "repeats 0"),
+        ({"warmup": -1}, "warmup -1"),
+    ],
+)
+def test_wrong_settings(changes: dict, message: str):
+    with pytest.raises(InputError, match=message):
+        check_settings(BenchSettings(**{"lengths": (4,), "new_tokens": 3, **changes}), [LlamaConfig(**LLAMA)])
+
+
+def test_command(tmp_path: Path):
+    compressed_llama().save_pretrained(tmp_path / "small")
+    dense_llama().save_pretrained(tmp_path / "large")
+    call = ["bench", str(tmp_path / "small"), "--against", str(tmp_path / "large"), "--batch-sizes", "1,2"]
+    call += ["--lengths", "5", "--new-tokens", "2", "--repeats", "2", "--json", str(tmp_path / "result.json")]
+    done = CliRunner().invoke(app, call)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [row["batch_size"] for row in result["results"]] == [1, 2]
+    small, large = result["models"]["model"], result["models"]["against"]
+    assert small["file_bytes"] == (tmp_path / "small" / "model.safetensors").stat().st_size
+    for key in ("parameters", "parameters_per_token", "weight_bytes", "kv_bytes_per_token", "file_bytes"):
+        assert small[key] < large[key]
+    documented = (Path(__file__).parents[1] / "docs" / "json-output.md").read_text(encoding="utf-8")
+    section = documented.split("## `bench`")[1].split("\n## ")[0]
+    row = result["results"][0]
+    for key in {*small, *result["protocol"], *row, *row["models"]["model"], *row["speedups"]["against"]["decode"]}:
+        assert f"`{key}`" in section or f".{key}`" in section or key in ("command", "versions", "machine"), key
+    assert "speedup" in done.output
+
+
+def test_command_refuses_before_loading(tmp_path: Path):
+    LlamaConfig(**LLAMA).save_pretrained(tmp_path)  # no weights: opening the model would fail otherwise
+    for options, message in (
+        (["--lengths", "4,x"], "lengths '4,x'"),
+        (["--preset", "none"], "preset 'none'"),
+        (["--preset", "paper"], "exceed the model's 64 positions"),
+        (["--dtype", "int8"], "dtype 'int8'"),
+    ):
+        done = CliRunner().invoke(app, ["bench", str(tmp_path), *options])
+        assert done.exit_code == 2
+        assert message in done.stderr
