@@ -69,9 +69,10 @@ def test_hooks_see_every_token_once_and_leave_nothing_behind():
     blocks = ModelBlocks(model, architecture, consume=False)
     calibration = blocks.embed(torch.randint(50, (5, 8)), 2, HiddenStates())
     assert [len(batch) for batch in calibration.hidden] == [2, 2, 1]
-    moments = BlockMoments.zeros(Dimensions.of(architecture, config))
+    dims = Dimensions.of(architecture, config)
+    moments = BlockMoments.zeros(dims)
     block = blocks.take(0, torch.device("cpu"))
-    with record_moments(block, architecture, moments):
+    with record_moments(block, architecture, dims, moments):
         outputs = list(run_block(block, 0, calibration, torch.device("cpu")))
     assert moments.n_tokens == 5 * 8
     list(run_block(block, 0, calibration, torch.device("cpu")))

@@ -32,15 +32,14 @@ def compressed_config(
         fields.pop(stale, None)
     config = compressed_class(f"{architecture.name}Config").from_dict(fields)  # pyright: ignore[reportAttributeAccessIssue]
     config.modegpt = {"version": FORMAT_VERSION, "architecture": architecture.describe(), "layers": layers}
-    config.architectures = [f"{PREFIX}{architecture.name}ForCausalLM"]
+    config.architectures = [PREFIX + architecture.causal_class]
     config.auto_map = auto_map(config)
     return config
 
 
 def build(config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
     """Put a compressed causal language model together from its config and its tensors, which it takes over."""
-    stock = config.modegpt["architecture"]["name"]  # pyright: ignore[reportAttributeAccessIssue]
-    model_class = compressed_class(f"{stock}ForCausalLM")
+    model_class = compressed_class(config.architectures[0].removeprefix(PREFIX))  # pyright: ignore[reportOptionalSubscript]
     model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=config.dtype).eval()  # pyright: ignore[reportAttributeAccessIssue]
     # transformers makes the text "None" of the missing name, and PEFT would write that into its adapters.
     model.name_or_path = model.config.name_or_path = ""

@@ -275,7 +275,7 @@ class Run:
         with self.watch.stage("load"):
             block = blocks.take(index)
         moments = BlockMoments.zeros(source.dims, self.device)
-        with self.watch.stage("moments"), record_moments(block, source.architecture, moments):
+        with self.watch.stage("moments"), record_moments(block, source.architecture, source.dims, moments):
             for _ in run_block(block, index, calibration, self.device):
                 pass
         self.team.sum_moments(moments)

@@ -10,6 +10,7 @@ must know of one (the names of its projections, its rotary layout) stands in the
 import functools
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,26 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward as common_eager
+from transformers.pytorch_utils import Conv1D
 
 PREFIX = "Modegpt"
 MODEL_TYPE_PREFIX = "modegpt_"
 FORMAT_VERSION = 1
+ROLES = ("query", "key", "value", "output")
+ATTENTION_DEFAULTS = {
+    "kv_heads": "num_key_value_heads",
+    "by_group": False,
+    "query_norm": "",
+    "key_norm": "",
+    "norm_input": "heads",
+    "upcast_rotary": False,
+    "scaling": "scaling",
+    "softcap": "",
+    "dropout": "attention_dropout",
+    "output_dropout": "",
+}
+"""What holds where the description of the family does not say otherwise."""
 
 # The mixins below stand in front of stock classes, which are found by name at run time: type checkers see their bases.
 _ConfigBase, _ModelBase = (PreTrainedConfig, PreTrainedModel) if TYPE_CHECKING else (object, object)
@@ -32,18 +49,19 @@ class CompressedAttention:
 
     The head dims of queries/keys and of values may differ from each other and from layer to layer. A query or key
     head is laid out as the first halves of the kept rotary pairs, their second halves, then unrotated coordinates.
-    The softmax scale stays that of the dense model (`self.scaling`). Values and cache are never padded.
+    The softmax scale stays that of the dense model. Values and cache are never padded.
     """
 
     rope_index: Tensor
     config: Any
     layer_idx: int
-    scaling: float
     training: bool
     _eager: Any
     _names: dict[str, Any]
+    _n_heads: int
     _n_kv_heads: int
     _qk_dim: int
+    _value_dim: int
     _rope_pairs: int
 
     def forward(
@@ -52,29 +70,31 @@ class CompressedAttention:
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
+        layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; arguments and results are those of the stock attention."""
-        names, shape = self._names, (*hidden_states.shape[:-1], self._n_kv_heads, -1)
-        query = getattr(self, names["query"])(hidden_states)
+        names, scaling = self._names, getattr(self, self._names["scaling"])
+        query, key, value = self._project(hidden_states)
         if names["scale_query"]:
-            query = query * self.scaling
-        query = query.view(*shape, self._qk_dim)
-        key = getattr(self, names["key"])(hidden_states).view(shape)
-        value = getattr(self, names["value"])(hidden_states).view(shape).transpose(1, 2)
+            query, scaling = query * scaling, 1.0
+        query, key = self._normalise(query, names["query_norm"]), self._normalise(key, names["key_norm"])
         if self._rope_pairs:
             assert position_embeddings is not None
             cos, sin = (self._gather(table) for table in position_embeddings)
-            query = _rotate(query, cos.unsqueeze(-2), sin.unsqueeze(-2), self._rope_pairs)
-            key = _rotate(key, cos, sin, self._rope_pairs)
-        query, key = query.flatten(2, 3).transpose(1, 2), key.transpose(1, 2)
+            query = query.unflatten(-2, (self._n_kv_heads, -1))
+            query = self._rotate(query, cos.unsqueeze(-2), sin.unsqueeze(-2)).flatten(-3, -2)
+            key = self._rotate(key, cos, sin)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
+        past_key_values = layer_past if past_key_values is None else past_key_values
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
-        value_dim = value.shape[-1]
         if _needs_equal_dims(self.config._attn_implementation, query.shape[-2]):
             query, key, value = _pad_to_equal_dims(query, key, value)
+        if names["softcap"]:
+            kwargs["softcap"] = getattr(self, names["softcap"])
         context, weights = attend(
             self,
             query,
@@ -82,12 +102,45 @@ class CompressedAttention:
             value,
             attention_mask,
             dropout=self._dropout if self.training else 0.0,
-            scaling=1.0 if names["scale_query"] else self.scaling,
+            scaling=scaling,
             sliding_window=self._window(),
             **kwargs,
         )
-        context = context[..., :value_dim].reshape(*hidden_states.shape[:-1], -1).contiguous()
-        return getattr(self, names["output"])(context), weights
+        context = context[..., : self._value_dim].reshape(*hidden_states.shape[:-1], -1).contiguous()
+        output = getattr(self, names["output"])(context)
+        return getattr(self, names["output_dropout"])(output) if names["output_dropout"] else output, weights
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each `(batch, tokens, heads, dim)`, from fused or separate projections."""
+        names, groups = self._names, self._n_kv_heads
+        widths = {
+            "query": self._n_heads * self._qk_dim,
+            "key": groups * self._qk_dim,
+            "value": groups * self._value_dim,
+        }
+        states: dict[str, Tensor] = {}
+        for name in dict.fromkeys(names[role] for role in widths):
+            parts = [role for role in widths if names[role] == name]
+            output = getattr(self, name)(hidden_states)
+            if names["by_group"]:
+                split = output.unflatten(-1, (groups, -1)).split([widths[role] // groups for role in parts], dim=-1)
+            else:
+                split = output.split([widths[role] for role in parts], dim=-1)
+            states |= zip(parts, split, strict=True)
+        shape = hidden_states.shape[:-1]
+        query = states["query"].reshape(*shape, self._n_heads, self._qk_dim)
+        return query, states["key"].reshape(*shape, groups, -1), states["value"].reshape(*shape, groups, -1)
+
+    def _normalise(self, states: Tensor, name: str) -> Tensor:
+        """Apply the family's norm of queries or keys, if this layer has one; their dims are then the dense ones."""
+        norm = getattr(self, name, None)
+        if norm is None:
+            return states
+        if self._names["norm_input"] == "flat":
+            return norm(states.flatten(-2)).view(states.shape)
+        if self._names["norm_input"] == "heads first":
+            return norm(states.transpose(1, 2)).transpose(1, 2)
+        return norm(states)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, so pickle cannot find it by name; the stock class it can.
@@ -102,15 +155,18 @@ class CompressedAttention:
         owner = self if hasattr(self, "sliding_window") else self.config
         return getattr(owner, "sliding_window", None)
 
+    def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        pairs = self._rope_pairs
+        first, second, plain = states.split([pairs, pairs, self._qk_dim - 2 * pairs], dim=-1)
+        if self._names["upcast_rotary"]:
+            first, second = first.float(), second.float()
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1)
+        return rotated.to(states.dtype)  # some families' tables are float32 whatever the model's dtype
+
     @property
     def _dropout(self) -> float:
-        own = getattr(self, "attention_dropout", None)
-        return getattr(self, "dropout", 0.0) if own is None else own
-
-
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor, pairs: int) -> Tensor:
-    first, second, plain = states.split([pairs, pairs, states.shape[-1] - 2 * pairs], dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1)
+        own: Any = getattr(self, self._names["dropout"], 0.0)
+        return own.p if isinstance(own, nn.Module) else own
 
 
 def _needs_equal_dims(implementation: str, n_queries: int) -> bool:
@@ -212,22 +268,28 @@ def shrink_block(
         layer: `rope_pairs`, `qk_plain`, `value_dim` and `mlp_width` of this layer.
         config: the model's config; only its head counts are read.
     """
-    n_heads = config.num_attention_heads
-    n_kv_heads = getattr(config, "num_key_value_heads", None) or n_heads
-    attention: Any = block.get_submodule(architecture["attention"])
-    qk_dim = 2 * layer["rope_pairs"] + layer["qk_plain"]
-    names = {name: architecture[name] for name in ("query", "key", "value", "output", "scale_query")}
-    resize(attention.get_submodule(names["query"]), rows=n_heads * qk_dim)
-    resize(attention.get_submodule(names["key"]), rows=n_kv_heads * qk_dim)
-    resize(attention.get_submodule(names["value"]), rows=n_kv_heads * layer["value_dim"])
-    resize(attention.get_submodule(names["output"]), columns=n_heads * layer["value_dim"])
-    for name in architecture["up"]:
-        resize(block.get_submodule(name), rows=layer["mlp_width"])
-    resize(block.get_submodule(architecture["down"]), columns=layer["mlp_width"])
+    names = {**ATTENTION_DEFAULTS, **architecture}
+    n_heads, n_kv_heads = config.num_attention_heads, names["kv_heads"]
+    n_kv_heads = (getattr(config, n_kv_heads, None) if isinstance(n_kv_heads, str) else n_kv_heads) or n_heads
+    attention: Any = block.get_submodule(names["attention"])
+    qk_dim, value_dim = 2 * layer["rope_pairs"] + layer["qk_plain"], layer["value_dim"]
+    # A fused projection appears under several names, and has the rows of all.
+    rows: Counter[Any] = Counter()
+    for role, size in (("query", n_heads * qk_dim), ("key", n_kv_heads * qk_dim), ("value", n_kv_heads * value_dim)):
+        rows[attention.get_submodule(names[role])] += size
+    for name in names["up"]:
+        rows[block.get_submodule(name)] += layer["mlp_width"]
+    for module, size in rows.items():
+        resize(module, rows=size)
+    resize(attention.get_submodule(names["output"]), columns=n_heads * value_dim)
+    if names["down"]:
+        resize(block.get_submodule(names["down"]), columns=layer["mlp_width"])
 
     attention.__class__ = compressed_attention_class(type(attention))
-    attention._names, attention._n_kv_heads = names, n_kv_heads
-    attention._qk_dim, attention._rope_pairs = qk_dim, layer["rope_pairs"]
+    attention._names = {name: names[name] for name in (*ATTENTION_DEFAULTS, *ROLES, "scale_query")}
+    attention._n_heads, attention._n_kv_heads = n_heads, n_kv_heads
+    attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
+    attention.num_key_value_groups = n_heads // n_kv_heads  # kernels read it; not every stock class sets it
     if layer["rope_pairs"]:
         device = attention.get_submodule(names["query"]).weight.device
         index = torch.arange(layer["rope_pairs"], device=device).repeat(n_kv_heads, 1)
@@ -236,11 +298,15 @@ def shrink_block(
 
 def resize(linear: Any, rows: int | None = None, columns: int | None = None) -> None:
     """Keep the first `rows` outputs and `columns` inputs of a linear layer, in place and in its own class."""
-    weight = linear.weight[:rows, :columns]
+    transposed = isinstance(linear, Conv1D)
+    weight = linear.weight[:columns, :rows] if transposed else linear.weight[:rows, :columns]
     if weight.shape == linear.weight.shape:
         return
     linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=linear.weight.requires_grad)
-    linear.out_features, linear.in_features = weight.shape
+    if transposed:
+        linear.nx, linear.nf = weight.shape
+    else:
+        linear.out_features, linear.in_features = weight.shape
     if linear.bias is not None and rows is not None:
         linear.bias = nn.Parameter(linear.bias[:rows].detach().clone(), requires_grad=linear.bias.requires_grad)
 
@@ -251,8 +317,9 @@ def compressed_attention_class(stock: type) -> type:
     members = {
         "__module__": __name__,
         "__doc__": stock.__doc__,
-        # Found here, once: a family's own eager attention (soft capping, say) serves the compressed heads too.
-        "_eager": staticmethod(sys.modules[stock.__module__].eager_attention_forward),
+        # Found here, once: a family's own eager attention (soft capping, say) serves the compressed heads too. One
+        # that has it inside its forward gets the common one.
+        "_eager": staticmethod(getattr(sys.modules[stock.__module__], "eager_attention_forward", common_eager)),
     }
     return type(PREFIX + stock.__name__, (CompressedAttention, stock), members)
 
@@ -284,8 +351,9 @@ def auto_map(config: PreTrainedConfig) -> dict[str, str]:
     """Return the `auto_map` entries by which transformers finds the classes of this file in a checkpoint."""
     module = "modeling_modegpt"
     stock = config.modegpt["architecture"]["name"]
-    heads = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
-    return {auto: f"{module}.{PREFIX}{stock}{suffix}" for auto, suffix in heads.items()}
+    causal = config.modegpt["architecture"].get("causal_lm") or f"{stock}ForCausalLM"
+    names = {"AutoConfig": f"{stock}Config", "AutoModel": f"{stock}Model", "AutoModelForCausalLM": causal}
+    return {auto: f"{module}.{PREFIX}{name}" for auto, name in names.items()}
 
 
 def __getattr__(name: str) -> type:

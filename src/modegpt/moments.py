@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture, Dimensions
+from .architectures.access import HEADS, Layout
 from .errors import NumericalError
 
 
@@ -76,27 +77,29 @@ class BlockMoments:
 
 
 @contextmanager
-def record_moments(block: nn.Module, architecture: Architecture, moments: BlockMoments) -> Iterator[None]:
+def record_moments(
+    block: nn.Module, architecture: Architecture, dims: Dimensions, moments: BlockMoments
+) -> Iterator[None]:
     """While the context is open, every forward of `block` adds its tokens to `moments`."""
-    handles = [
-        architecture.projection(block, role).register_forward_hook(_on_output(update))
-        for role, update in (
-            ("query", moments.update_query),
-            ("key", moments.update_key),
-            ("value", moments.update_value),
-        )
-    ]
-    down = architecture.projection(block, "down")
-    handles.append(down.register_forward_pre_hook(lambda _module, inputs: moments.update_mlp(inputs[0])))
+    layout = Layout.dense(architecture, dims)
+    updates = {role: getattr(moments, f"update_{role}") for role in HEADS}
+    handles = []
+    for module in dict.fromkeys(architecture.projection(block, role) for role in HEADS):
+        held = [role for role in HEADS if architecture.projection(block, role) is module]
+
+        def add_heads(_module: Any, _inputs: Any, output: Tensor, held: list[str] = held) -> None:
+            for role in held:
+                updates[role](layout.states(role, output))
+
+        handles.append(module.register_forward_hook(add_heads))
+    if architecture.down:
+        down = architecture.projection(block, "down")
+        handles.append(down.register_forward_pre_hook(lambda _module, inputs: moments.update_mlp(inputs[0])))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _on_output(update: Any) -> Any:
-    return lambda _module, _inputs, output: update(output)
 
 
 def _heads(states: Tensor, n_heads: int) -> Tensor:

@@ -149,20 +149,21 @@ def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
 def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:
     """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
 
-    def per_output(linear: nn.Linear) -> int:
-        return linear.weight.shape[1] + (linear.bias is not None)
+    def per_output(role: str) -> int:
+        return dims.d_model + (architecture.projection(block, role).bias is not None)
 
-    query, key, value, output = (architecture.projection(block, role) for role in ("query", "key", "value", "output"))
-    down = architecture.projection(block, "down")
+    ups = [block.get_submodule(path) for path in architecture.up]
+    whole = {"qk"} if architecture.norms(block) else set()
     return LayerSizes(
         full={"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head},
         cost={
-            "mlp": sum(per_output(up) for up in architecture.up_projections(block)) + down.weight.shape[0],
-            "qk": dims.n_heads * per_output(query) + dims.n_kv_heads * per_output(key),
-            "vo": dims.n_kv_heads * per_output(value) + dims.n_heads * output.weight.shape[0],
+            "mlp": sum(dims.d_model + (up.bias is not None) for up in ups) + dims.d_model,
+            "qk": dims.n_heads * per_output("query") + dims.n_kv_heads * per_output("key"),
+            "vo": dims.n_kv_heads * per_output("value") + dims.n_heads * dims.d_model,
         },
         step={"mlp": 1, "qk": 2 if dims.rotary_dim else 1, "vo": 1},
         total=sum(parameter.numel() for parameter in block.parameters()),
+        whole=frozenset(whole if architecture.down else whole | {"mlp"}),
     )
 
 

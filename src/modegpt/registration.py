@@ -13,4 +13,4 @@ def register() -> None:
         assert issubclass(config_class, PreTrainedConfig)
         AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
         AutoModel.register(config_class, compressed_class(f"{architecture.name}Model"), exist_ok=True)
-        AutoModelForCausalLM.register(config_class, compressed_class(f"{architecture.name}ForCausalLM"), exist_ok=True)
+        AutoModelForCausalLM.register(config_class, compressed_class(architecture.causal_class), exist_ok=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture
+from .architectures.access import affine
 from .distributed import Team
 from .importance import InfluenceMeter, outlier_ratio
 
@@ -82,8 +83,7 @@ class OutlierScorer:
     @contextmanager
     def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
         """See `Scorer.watch`."""
-        roles = [self._architecture.projection(block, role) for role in ("query", "key", "value", "output", "down")]
-        linears = roles + self._architecture.up_projections(block)
+        linears = self._architecture.linears(block)
         squares: dict[nn.Module, Any] = dict.fromkeys(linears, 0.0)
 
         def add_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -96,7 +96,7 @@ class OutlierScorer:
             for hook in hooks:
                 hook.remove()
         norms = [self._team.sum_(squares[linear]).sqrt() for linear in linears]
-        self._ratios.append(outlier_ratio([linear.weight for linear in linears], norms, self._threshold, index))
+        self._ratios.append(outlier_ratio([affine(linear).weight for linear in linears], norms, self._threshold, index))
 
     def scores(self) -> Tensor:
         """See `Scorer.scores`."""

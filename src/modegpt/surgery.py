@@ -1,12 +1,13 @@
 """One decoder block: its moments and ranks go in, its narrower weights are written in place."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture, Dimensions
+from .architectures.access import Affine, BlockWeights, Layout
 from .config import CompressionConfig
 from .decompose import NotPositiveDefiniteError, cr, joint_svd, nystrom, value_eigenvectors
 from .errors import NumericalError
@@ -27,16 +28,17 @@ class BlockOutcome:
 
 
 @dataclass
-class _NewWeights:
-    """Narrow float64 tensors by the module they belong to, in Hugging Face layout, and the rotary pairs kept."""
+class Decision:
+    """What a step decided for one module of a block."""
 
-    tensors: list[tuple[nn.Linear, Tensor, Tensor | None]] = field(default_factory=list)
+    weights: dict[str, Any]
+    """The narrow fields of `BlockWeights`, by name, in float64 or in the weights' own dtype."""
+    error: float
+    """Relative reconstruction error."""
+    notes: list[str] = field(default_factory=list)
+    """What had to be repaired."""
     pairs: Tensor | None = None
-
-    def rows(self, linear: nn.Linear, kept: Tensor) -> None:
-        """Select output rows of a linear layer, bias included."""
-        bias = None if linear.bias is None else linear.bias[kept]
-        self.tensors.append((linear, linear.weight[kept], bias))
+    """`(n_kv_heads, pairs)`: the rotary pairs kept; None where all or none are."""
 
 
 @torch.no_grad()
@@ -65,31 +67,37 @@ def compress_block(
     Raises:
         NumericalError: a moment is indefinite or not finite; names the layer and the matrix.
     """
-    new, error, repairs = _NewWeights(), {}, []
-    steps = {"mlp": _mlp, "qk": _query_key, "vo": _value_output}
+    layout = Layout.dense(architecture, dims)
+    weights, error, repairs = layout.read(block), {}, []
     full = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}
-    for name, step in steps.items():
+    narrow, pairs = {}, None
+    for name, step in STEPS.items():
         if ranks[name] == full[name]:
             error[name] = 0.0
             continue
         try:
-            error[name], notes = step(block, architecture, dims, moments, ranks[name], config, new)
+            decision = step(weights, dims, moments, ranks[name], config)
         except NotPositiveDefiniteError as problem:
             raise NumericalError(f"layer {index}, {name}: {problem}") from problem
-        repairs += [f"layer {index}, {name}: {note}" for note in notes]
+        error[name], narrow, pairs = (
+            decision.error,
+            narrow | decision.weights,
+            decision.pairs if pairs is None else pairs,
+        )
+        repairs += [f"layer {index}, {name}: {note}" for note in decision.notes]
 
+    # From here on nothing holds the dense weights but the block, which lets go of them one by one.
+    weights = replace(weights, **narrow)
     n_pairs, n_plain = split_rank(ranks["qk"], dims)
     layer = {"rope_pairs": n_pairs, "qk_plain": n_plain, "value_dim": ranks["vo"], "mlp_width": ranks["mlp"]}
     shrink_block(block, architecture.describe(), layer, model_config)
-    for linear, weight, bias in new.tensors:
-        if not torch.isfinite(weight).all():
-            raise NumericalError(f"layer {index}: the decomposition produced NaN or infinity")
-        linear.weight.copy_(weight)
-        if bias is not None:
-            linear.bias.copy_(bias)
-    if new.pairs is not None:
+    layout.narrowed(layer).write(block, weights)
+    if not all(torch.isfinite(module.weight).all() for module in architecture.linears(block)):
+        raise NumericalError(f"layer {index}: the decomposition produced NaN or infinity")
+    if n_pairs:
         rope_index = block.get_submodule(architecture.attention).get_buffer("rope_index")
-        rope_index.copy_(new.pairs)
+        # The number of a pair is its place in the model's table of cosines, which holds every entry twice.
+        rope_index.copy_((rope_index if pairs is None else pairs) * (2 if architecture.interleaved else 1))
     return BlockOutcome(layer, error, repairs)
 
 
@@ -103,60 +111,39 @@ def split_rank(rank: int, dims: Dimensions) -> tuple[int, int]:
 
 
 def _mlp(
-    block: nn.Module,
-    architecture: Architecture,
-    dims: Dimensions,
-    moments: BlockMoments,
-    rank: int,
-    config: CompressionConfig,
-    new: _NewWeights,
-) -> tuple[float, list[str]]:
-    down = architecture.projection(block, "down")
-    result = nystrom(moments.mlp, down.weight.double(), rank, config.ridge)
-    for up in architecture.up_projections(block):
-        new.rows(up, result.kept)
-    new.tensors.append((down, result.weight, None))
+    weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
+) -> Decision:
+    assert weights.down is not None
+    result = nystrom(moments.mlp, weights.down.weight.double(), rank, config.ridge)
     dead = int((moments.mlp.diagonal() == 0).sum())
     notes = [f"{dead} neurons are zero on the whole calibration text"] if dead else []
     if result.jitter:
         notes.append(f"leverage scores needed jitter of {result.jitter:.1e} of the diagonal")
     if result.deficiency:
         notes.append(f"the kept moment lacks {result.deficiency} of {rank} ranks; a pseudo-inverse was used")
-    return result.error, notes
+    ups = tuple(up.rows(result.kept) for up in weights.ups)
+    return Decision({"ups": ups, "down": Affine(result.weight, weights.down.bias)}, result.error, notes)
 
 
 def _query_key(
-    block: nn.Module,
-    architecture: Architecture,
-    dims: Dimensions,
-    moments: BlockMoments,
-    rank: int,
-    config: CompressionConfig,
-    new: _NewWeights,
-) -> tuple[float, list[str]]:
+    weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
+) -> Decision:
     n_pairs, n_plain = split_rank(rank, dims)
     result = cr(moments.query, moments.key, n_pairs, n_plain, dims.rotary_dim)
     # A compressed head is laid out as first halves, second halves, unrotated coordinates.
     kept = torch.cat((result.pairs, result.pairs + dims.rotary_dim // 2, result.plain), dim=1)
+    narrow = {}
     for role, n_heads in (("query", dims.n_heads), ("key", dims.n_kv_heads)):
         by_head = kept.repeat_interleave(n_heads // dims.n_kv_heads, dim=0)
         offsets = dims.d_head * torch.arange(n_heads, device=kept.device)[:, None]
-        new.rows(architecture.projection(block, role), (by_head + offsets).flatten())
-    if n_pairs:
-        new.pairs = result.pairs
-    return result.error, []
+        narrow[role] = getattr(weights, role).rows((by_head + offsets).flatten())
+    return Decision(narrow, result.error, pairs=result.pairs)
 
 
 def _value_output(
-    block: nn.Module,
-    architecture: Architecture,
-    dims: Dimensions,
-    moments: BlockMoments,
-    rank: int,
-    config: CompressionConfig,
-    new: _NewWeights,
-) -> tuple[float, list[str]]:
-    value, output = architecture.projection(block, "value"), architecture.projection(block, "output")
+    weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
+) -> Decision:
+    value, output = weights.value, weights.output
     groups, per_group = dims.n_kv_heads, dims.n_heads // dims.n_kv_heads
     # (d_model, heads·d_head) to one (d_head, per_group·d_model) matrix a group: its heads' blocks side by side.
     blocks = output.weight.double().reshape(dims.d_model, groups, per_group, dims.d_head).permute(1, 3, 2, 0)
@@ -167,10 +154,16 @@ def _value_output(
     bias = None
     if value.bias is not None:
         bias = (result.basis.mT @ value.bias.double().reshape(groups, dims.d_head, 1)).flatten()
-    new.tensors.append((value, (result.basis.mT @ heads).flatten(0, 1), bias))
-    new.tensors.append((output, new_output.reshape(dims.d_model, -1), None))
+    narrow = {
+        "value": Affine((result.basis.mT @ heads).flatten(0, 1), bias),
+        "output": Affine(new_output.reshape(dims.d_model, -1), output.bias),
+    }
     missing = result.deficiency
-    return result.error, [f"the value moments lack {missing} ranks over all heads"] if missing else []
+    notes = [f"the value moments lack {missing} ranks over all heads"] if missing else []
+    return Decision(narrow, result.error, notes)
+
+
+STEPS = {"mlp": _mlp, "qk": _query_key, "vo": _value_output}
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig, PreTrainedConfig, Qwen2Config
 
-from modegpt.architectures import ARCHITECTURES, Architecture, Dimensions
+from modegpt.architectures import Architecture, Dimensions, architecture_of
 
 VOCAB = 101
 PAD = 0
@@ -40,7 +40,7 @@ class Family:
 
     @property
     def architecture(self) -> Architecture:
-        return ARCHITECTURES[self.config().model_type]
+        return architecture_of(self.config())
 
     @property
     def dims(self) -> Dimensions:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modegpt.architectures import Architecture
+from modegpt.architectures.access import Affine, BlockWeights, Layout
 from modegpt.checkpoint import build, compressed_config
 from modegpt.config import CompressionConfig
 from modegpt.modeling_modegpt import decoder_layers
@@ -27,7 +29,7 @@ def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]]) -> 
     moments = [BlockMoments.zeros(dims) for _ in blocks]
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for block, of_block in zip(blocks, moments, strict=True):
-            stack.enter_context(record_moments(block, architecture, of_block))
+            stack.enter_context(record_moments(block, architecture, dims, of_block))
         model(tokens(rows=8, length=32, seed=2))
     layers = []
     for index, (block, of_block) in enumerate(zip(blocks, moments, strict=True)):
@@ -52,54 +54,63 @@ def densify(family: Family, compressed: Any, dense: Any) -> Any:
     assert set(model.load_state_dict(outside, strict=False).missing_keys) <= {
         name for name in model.state_dict() if name.startswith(prefix) or name == "lm_head.weight"
     }
-    for target, source in zip(decoder_layers(model, architecture.describe()), own_blocks, strict=True):
-        attention = source.get_submodule(architecture.attention)
-        index = getattr(attention, "rope_index", None)
-        for role, n_heads in (("query", dims.n_heads), ("key", dims.n_kv_heads)):
-            rows = _head_rows(index, attention._qk_dim, n_heads, dims)
-            _embed(architecture.projection(target, role), architecture.projection(source, role), rows, None)
-        for role in ("value", "output"):
-            n_heads = dims.n_kv_heads if role == "value" else dims.n_heads
-            narrow = architecture.projection(source, "value").out_features // dims.n_kv_heads
-            places = (torch.arange(n_heads)[:, None] * dims.d_head + torch.arange(narrow)).flatten()
-            rows, columns = (places, None) if role == "value" else (None, places)
-            _embed(architecture.projection(target, role), architecture.projection(source, role), rows, columns)
-        for wide, narrow in zip(architecture.up_projections(target), architecture.up_projections(source), strict=True):
-            _embed(wide, narrow, torch.arange(narrow.out_features), None)
-        down = architecture.projection(source, "down")
-        _embed(architecture.projection(target, "down"), down, None, torch.arange(down.in_features))
-        _copy_the_rest(target, source)
+    layout = Layout.dense(architecture, dims)
+    described = zip(own_blocks, compressed.config.modegpt["layers"], strict=True)
+    for target, (source, layer) in zip(decoder_layers(model, architecture.describe()), described, strict=True):
+        _copy_the_rest(architecture, target, source)
+        index = getattr(source.get_submodule(architecture.attention), "rope_index", None)
+        if index is not None and architecture.interleaved:
+            index = index // 2
+        narrow = layout.narrowed(layer).read(source)
+        layout.write(target, _widened(narrow, layer, index, dims))
     return model
 
 
-def _head_rows(index: Tensor | None, qk_dim: int, n_heads: int, dims: Any) -> Tensor:
-    """Return the row in the dense projection of each row of the compressed one."""
+@torch.no_grad()
+def _widened(narrow: BlockWeights, layer: dict[str, int], index: Tensor | None, dims: Any) -> BlockWeights:
+    """Return the dense weights that have the narrow ones at their places and zeros elsewhere."""
     if index is None:
-        by_head = torch.arange(qk_dim).repeat(n_heads, 1)
-    else:
-        by_key_head = torch.cat((index, index + dims.rotary_dim // 2), dim=1)
-        by_head = by_key_head.repeat_interleave(n_heads // dims.n_kv_heads, dim=0)
-    return (by_head + dims.d_head * torch.arange(n_heads)[:, None]).flatten()
+        index = torch.zeros(dims.n_kv_heads, 0, dtype=torch.int64)
+    plain = (dims.rotary_dim + torch.arange(layer["qk_plain"])).expand(dims.n_kv_heads, -1)
+    by_key_head = torch.cat((index, index + dims.rotary_dim // 2, plain), dim=1)
+    leading = torch.arange(layer["value_dim"])
+
+    def rows(by_head: Tensor) -> Tensor:
+        return (by_head + dims.d_head * torch.arange(len(by_head))[:, None]).flatten()
+
+    values, contexts = (rows(leading.expand(n, -1)) for n in (dims.n_kv_heads, dims.n_heads))
+    queries = rows(by_key_head.repeat_interleave(dims.n_heads // dims.n_kv_heads, dim=0))
+    neurons = torch.arange(layer["mlp_width"])
+    return BlockWeights(
+        query=_spread_rows(narrow.query, queries, dims.n_heads * dims.d_head),
+        key=_spread_rows(narrow.key, rows(by_key_head), dims.n_kv_heads * dims.d_head),
+        value=_spread_rows(narrow.value, values, dims.n_kv_heads * dims.d_head),
+        output=_spread_columns(narrow.output, contexts, dims.n_heads * dims.d_head),
+        ups=tuple(_spread_rows(up, neurons, dims.d_int) for up in narrow.ups),
+        down=None if narrow.down is None else _spread_columns(narrow.down, neurons, dims.d_int),
+        norms=narrow.norms,
+    )
+
+
+def _spread_rows(narrow: Affine, places: Tensor, size: int) -> Affine:
+    weight = narrow.weight.new_zeros(size, narrow.weight.shape[1]).index_copy(0, places, narrow.weight)
+    bias = None if narrow.bias is None else narrow.bias.new_zeros(size).index_copy(0, places, narrow.bias)
+    return Affine(weight, bias)
+
+
+def _spread_columns(narrow: Affine, places: Tensor, size: int) -> Affine:
+    weight = narrow.weight.new_zeros(len(narrow.weight), size).index_copy(1, places, narrow.weight)
+    return Affine(weight, narrow.bias)
 
 
 @torch.no_grad()
-def _embed(wide: Any, narrow: Any, rows: Tensor | None, columns: Tensor | None) -> None:
-    weight = torch.zeros_like(wide.weight)
-    every_row, every_column = torch.arange(weight.shape[0]), torch.arange(weight.shape[1])
-    rows = every_row if rows is None else rows
-    weight[rows[:, None], every_column if columns is None else columns] = narrow.weight
-    wide.weight.copy_(weight)
-    if wide.bias is not None:
-        wide.bias.zero_()
-        wide.bias[rows] = narrow.bias
-
-
-@torch.no_grad()
-def _copy_the_rest(target: Any, source: Any) -> None:
-    """Copy what has the same shape and is no projection: the norms."""
-    for name, parameter in target.named_parameters():
-        if "norm" in name:
-            parameter.copy_(source.get_parameter(name))
+def _copy_the_rest(architecture: Architecture, target: Any, source: Any) -> None:
+    """Copy what is no projection: norms, routers, experts."""
+    linears = set(architecture.linears(target))
+    for name, module in target.named_modules():
+        for own, parameter in module.named_parameters(recurse=False):
+            if module not in linears:
+                parameter.copy_(source.get_submodule(name).get_parameter(own))
 
 
 @torch.no_grad()

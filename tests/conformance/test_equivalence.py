@@ -7,8 +7,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
+from modegpt.architectures.access import Layout, affine
 from modegpt.modeling_modegpt import decoder_layers
+from modegpt.preparation import layer_sizes
 
 from .conftest import Pair
 from .families import GROUPED, SIZES, Family, tokens
@@ -45,45 +48,47 @@ def test_query_and_key_rows_are_the_dense_ones_at_their_places(pair: Pair):
     """With the test above: what was kept are the dense model's own coordinates at their own frequencies."""
     if not pair.family.architecture.rotary:
         pytest.skip("unrotated coordinates may stand anywhere, so their places are not stored")
-    architecture = pair.family.architecture
+    architecture, dims = pair.family.architecture, pair.family.dims
+    layout = Layout.dense(architecture, dims)
     dense = decoder_layers(pair.dense, architecture.describe())
     widened = decoder_layers(densify(pair.family, pair.compressed, pair.dense), architecture.describe())
     for source, target in zip(dense, widened, strict=True):
         for role in ("query", "key"):
-            original, kept = (architecture.projection(block, role).weight for block in (source, target))
-            mask = kept.ne(0).any(1, keepdim=True)
-            assert torch.equal(kept, original * mask)
+            original, kept = (
+                getattr(layout.read(block), role).weight.unflatten(0, (-1, dims.d_head))[:, : dims.rotary_dim]
+                for block in (source, target)
+            )
+            assert torch.equal(kept, original * kept.ne(0).any(-1, keepdim=True))
 
 
 def test_shapes_and_parameter_counts_follow_the_ranks(pair: Pair):
     dims, architecture = pair.family.dims, pair.family.architecture
-    config = pair.compressed.config
+    config, layout = pair.compressed.config, Layout.dense(architecture, dims)
     assert config.num_attention_heads == pair.dense.config.num_attention_heads
-    saved = 0
     blocks = decoder_layers(pair.compressed, architecture.describe())
     dense_blocks = decoder_layers(pair.dense, architecture.describe())
-    for block, dense_block, rank in zip(blocks, dense_blocks, pair.family.ranks(), strict=True):
+    for block, rank, layer in zip(blocks, pair.family.ranks(), config.modegpt["layers"], strict=True):
+        weights = layout.narrowed(layer).read(block)
         expected = {
             "query": (dims.n_heads * rank["qk"], dims.d_model),
             "key": (dims.n_kv_heads * rank["qk"], dims.d_model),
             "value": (dims.n_kv_heads * rank["vo"], dims.d_model),
             "output": (dims.d_model, dims.n_heads * rank["vo"]),
-            "down": (dims.d_model, rank["mlp"]),
         }
         for role, shape in expected.items():
-            linear = architecture.projection(block, role)
-            assert (linear.out_features, linear.in_features) == shape == tuple(linear.weight.shape)
-            assert (linear.bias is None) == (architecture.projection(dense_block, role).bias is None)
-            wide = architecture.projection(dense_block, role)
-            saved += wide.weight.numel() - shape[0] * shape[1]
-            saved += 0 if wide.bias is None else wide.bias.numel() - shape[0]
-        for up, wide in zip(architecture.up_projections(block), architecture.up_projections(dense_block), strict=True):
-            assert tuple(up.weight.shape) == (rank["mlp"], dims.d_model)
-            saved += (
-                (wide.weight.numel() + (0 if wide.bias is None else wide.bias.numel()))
-                * (dims.d_int - rank["mlp"])
-                // dims.d_int
-            )
+            assert tuple(getattr(weights, role).weight.shape) == shape
+        if weights.down is not None:
+            assert tuple(weights.down.weight.shape) == (dims.d_model, rank["mlp"])
+        assert [tuple(up.weight.shape) for up in weights.ups] == [(rank["mlp"], dims.d_model)] * len(architecture.up)
+        for module in architecture.linears(block):
+            sizes = (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)
+            assert sizes == tuple(affine(module).weight.shape)
+            assert module.bias is None or len(module.bias) == sizes[0]
+    # What a report says was removed is what is gone.
+    saved = sum(
+        layer_sizes(block, architecture, dims).removed(rank)
+        for block, rank in zip(dense_blocks, pair.family.ranks(), strict=True)
+    )
     assert pair.dense.num_parameters() - pair.compressed.num_parameters() == saved > 0
 
 

@@ -16,7 +16,8 @@ def architecture_of(config: Any) -> Architecture:
     """Return the architecture of a dense model's config.
 
     Raises:
-        InputError: the model is already compressed, or its family is not supported; the message names those that are.
+        InputError: the model is already compressed, or its family or something in its config is not
+            supported; the message says what.
     """
     model_type = config.model_type
     if getattr(config, "modegpt", None):
@@ -25,7 +26,7 @@ def architecture_of(config: Any) -> Architecture:
         raise InputError(
             f"model type '{model_type}' is not supported; supported are: {', '.join(sorted(ARCHITECTURES))}"
         )
-    return ARCHITECTURES[model_type]
+    return ARCHITECTURES[model_type].resolve(config)
 
 
 __all__ = ["ARCHITECTURES", "Architecture", "Dimensions", "architecture_of"]

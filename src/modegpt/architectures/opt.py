@@ -24,5 +24,6 @@ OPT = OptArchitecture(
     width="ffn_dim",
     rotary=False,
     scale_query=True,
+    dropout="dropout",
     notes="LayerNorm, ReLU, biases everywhere, learned positions: query-key coordinates are chosen singly",
 )

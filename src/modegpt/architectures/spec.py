@@ -1,24 +1,25 @@
 """What the compressor must know of a model family, as data."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from torch import nn
-
-PROJECTIONS = ("query", "key", "value", "output")
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One family: where its projections are and how its heads are laid out.
 
-    Paths are those of transformers' modules. `describe` gives the part that a checkpoint carries.
+    Paths are those of transformers' modules. `describe` gives the part that a checkpoint carries. What a config can
+    switch is written as the config's name of the switch; `resolve` replaces it by what the config says.
     """
 
     model_type: str
     """`config.model_type` of the dense model."""
     name: str
-    """Prefix of the stock class names: `Llama` for `LlamaForCausalLM`."""
+    """Prefix of the stock class names: `Llama` for `LlamaConfig` and `LlamaModel`."""
+    causal_lm: str = ""
+    """The stock class with a language head; `<name>ForCausalLM` where empty."""
     layers: str = "layers"
     """The list of decoder blocks, from the base model."""
     attention: str = "self_attn"
@@ -27,40 +28,108 @@ class Architecture:
     key: str = "k_proj"
     value: str = "v_proj"
     output: str = "o_proj"
+    """The projections, from the attention module. One name for several: they are fused, one after another."""
+    by_group: bool = False
+    """Whether a fused projection alternates by key head instead: its queries, its key, its value."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Every projection into the MLP's intermediate space, from the block."""
+    """Every projection into the MLP's intermediate space, from the block; a fused one is named once for each part."""
     down: str = "mlp.down_proj"
+    """The projection out of it. Empty, with `up`, where the MLP stays whole."""
+    query_norm: str = ""
+    key_norm: str = ""
+    """Norms of queries and keys, from the attention module; a block without such a module has none."""
+    norm_input: str = "heads"
+    """What these norms take: `heads` (batch, tokens, heads, d_head), `heads first`, or `flat`, all heads as one."""
     middle: str = "post_attention_layernorm"
     """The module whose input is the residual stream between attention and MLP, from the block."""
+    parallel: bool | str = False
+    """Whether attention and MLP read the same input, so that there is no such stream; or the config's switch."""
+    kv_heads: int | str = "num_key_value_heads"
+    """The config's name for the number of key heads, or the number; 0 where each query head has its own."""
     width: str = "intermediate_size"
-    """The config's name for the MLP width."""
+    """The config's name for the MLP width; four times the model's where that is unset."""
     rotary: bool = True
-    """Whether query and key pass a rotary embedding with halves as pairs: coordinate `j` with `j + r/2`."""
+    """Whether query and key pass a rotary embedding."""
+    partial_rotary: bool = False
+    """Whether the config can keep the end of each head from it."""
+    interleaved: bool = False
+    """Whether the pairs are coordinates `2j` and `2j + 1` of a head, and not `j` and `j + r/2`."""
+    upcast_rotary: bool = False
+    """Whether the embedding is computed in float32 whatever the states' dtype."""
     scale_query: bool = False
     """Whether the query is scaled before the attention, which then scales by 1 (OPT)."""
+    scaling: str = "scaling"
+    """The attention's attribute for the softmax scale."""
+    softcap: str = ""
+    """The attention's attribute for the cap of the scores that it hands to the kernel."""
+    dropout: str = "attention_dropout"
+    """The attention's attribute for the dropout of its weights, a number or a module; empty for none."""
+    output_dropout: str = ""
+    """The dropout module after the output projection that is part of the attention."""
+    tuple_output: bool = False
+    """Whether a block returns a tuple."""
     notes: str = ""
     """One line for the table of supported architectures."""
 
+    @property
+    def causal_class(self) -> str:
+        """Name of the stock class with a language head."""
+        return self.causal_lm or f"{self.name}ForCausalLM"
+
+    def resolve(self, config: Any) -> "Architecture":
+        """Return what holds for the models of one config.
+
+        Raises:
+            InputError: the config asks for what is not supported; the message says why.
+        """
+        parallel = getattr(config, self.parallel) if isinstance(self.parallel, str) else self.parallel
+        return replace(self, parallel=bool(parallel))
+
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""
-        data = asdict(self)
-        for unused in ("model_type", "middle", "width", "rotary", "notes"):
-            del data[unused]
+        data = {name: getattr(self, name) for name in DESCRIBED}
+        for field in fields(self):
+            if field.name in DESCRIBED_IF_SET and getattr(self, field.name) != field.default:
+                data[field.name] = getattr(self, field.name)
         return {**data, "up": list(self.up)}
 
-    def projection(self, block: nn.Module, role: str) -> nn.Linear:
-        """Return the linear layer that plays `query`, `key`, `value`, `output` or `down` in a block."""
+    def projection(self, block: nn.Module, role: str) -> Any:
+        """Return the module that holds `query`, `key`, `value`, `output` or `down` of a block, fused or not."""
         if role == "down":
-            return block.get_submodule(self.down)  # pyright: ignore[reportReturnType]
-        return block.get_submodule(f"{self.attention}.{getattr(self, role)}")  # pyright: ignore[reportReturnType]
+            return block.get_submodule(self.down)
+        return block.get_submodule(f"{self.attention}.{getattr(self, role)}")
+
+    def linears(self, block: nn.Module) -> list[Any]:
+        """Return every linear module of a block that has a rank, each once."""
+        roles = [self.projection(block, role) for role in ("query", "key", "value", "output")]
+        paths = ([self.down] if self.down else []) + list(self.up)
+        return list(dict.fromkeys(roles + [block.get_submodule(path) for path in paths]))
+
+    def norms(self, block: nn.Module) -> list[Any]:
+        """Return the norms of queries and keys that a block has."""
+        attention = block.get_submodule(self.attention)
+        return [getattr(attention, name) for name in (self.query_norm, self.key_norm) if hasattr(attention, name)]
 
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""
         return block.get_submodule(self.middle)
 
-    def up_projections(self, block: nn.Module) -> list[nn.Linear]:
-        """Return the linear layers into the MLP's intermediate space."""
-        return [block.get_submodule(path) for path in self.up]  # pyright: ignore[reportReturnType]
+
+DESCRIBED = ("name", "layers", "attention", "query", "key", "value", "output", "up", "down", "scale_query")
+DESCRIBED_IF_SET = (
+    "causal_lm",
+    "by_group",
+    "query_norm",
+    "key_norm",
+    "norm_input",
+    "kv_heads",
+    "upcast_rotary",
+    "scaling",
+    "softcap",
+    "dropout",
+    "output_dropout",
+)
+"""What the modeling file has a default for."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +149,17 @@ class Dimensions:
     def of(cls, architecture: Architecture, config: Any) -> "Dimensions":
         """Read the sizes from a dense model's config."""
         d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        n_heads, kv_heads = config.num_attention_heads, architecture.kv_heads
+        n_kv_heads = getattr(config, kv_heads, None) if isinstance(kv_heads, str) else kv_heads
+        rotary_dim = d_head if architecture.rotary else 0
+        if architecture.partial_rotary:
+            rotary_dim = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1.0))
         return cls(
             n_layers=config.num_hidden_layers,
             d_model=config.hidden_size,
-            d_int=getattr(config, architecture.width),
+            d_int=getattr(config, architecture.width) or 4 * config.hidden_size,
             d_head=d_head,
-            n_heads=config.num_attention_heads,
-            n_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-            rotary_dim=d_head if architecture.rotary else 0,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads or n_heads,
+            rotary_dim=rotary_dim,
         )
