@@ -86,9 +86,8 @@ def _tables(models: dict[str, Any], rows: list[dict[str, Any]]) -> list[Table]:
         known = len(values) > 1 and all(values)
         cells = ["unknown" if value is None else f"{value:,}" for value in values]
         sizes.add_row(label, *cells, *([f"{values[0] / values[1]:.3f}"] if known else []))
-    speeds = Table(
-        "batch x prompt", "", "prefill tokens/s", "decode tokens/s", "first token", "per token", "peak memory"
-    )
+    columns = ("prefill tokens/s", "decode tokens/s", "first token", "per token", "peak memory", "GMACs of both")
+    speeds = Table("batch x prompt", "", *columns)
     for row in rows:
         point = f"{row['batch_size']} x {row['prompt_tokens']}"
         for key, figures in row["models"].items():
