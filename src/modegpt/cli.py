@@ -27,6 +27,7 @@ from .cli_support import (
 from .commands.bench import bench
 from .commands.evaluate import evaluate
 from .commands.report import report as report_page
+from .commands.sweep import sweep
 from .config import DTYPES, CompressionConfig, check_choice
 from .errors import InputError
 
@@ -294,6 +295,7 @@ def demo(
 app.command("bench")(bench)
 app.command("eval")(evaluate)
 app.command("report")(report_page)
+app.command("sweep")(sweep)
 
 
 def main() -> None:

@@ -45,31 +45,25 @@ def measure(
         For each model a result like that of `eval --json`, and all samples (`model`, `prompt`, `text`, `tokens`).
 
     Raises:
-        InputError: a model, a text or the window is unusable; no model was loaded.
+        InputError: a model, a text, a prompt or the window is unusable; no model was loaded.
     """
     target = resolve_device(device)
+    if any(not prompt for prompt in prompts):
+        raise InputError("the prompt is empty; give some text to continue")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {max_new_tokens} is not a positive whole number")
     for source in data:
         check_source(source)
-    window = _window(models, seq_len, prompts, max_new_tokens)
+    window = common_window([open_config(name) for name in models], seq_len)
     tokenizer = open_tokenizer(models[0])
-    texts = {source: tokenize(load_text(source, "evaluation"), tokenizer) for source in data}
-    for source, tokens in texts.items():
-        if len(tokens) < window:
-            raise InputError(
-                f"data '{source}' has {len(tokens)} tokens, fewer than one window of {window}; give a longer text, "
-                "or a smaller --seq-len"
-            )
+    texts = open_texts(data, tokenizer, window)
     evals, samples = [], []
     for name in models:
         network = open_model(name, dtype, target)
-        results = []
-        for source, tokens in texts.items():
-            start = time.perf_counter()
-            outcome = perplexity(network, tokens, window, max_windows, progress=progress)
-            results.append({"data": source, **outcome._asdict(), "seconds": round(time.perf_counter() - start, 3)})
-        about = {"model": name, "dtype": str(network.dtype).removeprefix("torch."), "device": str(target)}
-        about |= {"split": "evaluation", "max_windows": max_windows, "stride": window, **protocol()}
-        if results:
+        if texts:
+            about = {"model": name, "dtype": str(network.dtype).removeprefix("torch."), "device": str(target)}
+            about |= {"split": "evaluation", "max_windows": max_windows, "stride": window, **protocol()}
+            results = measure_texts(network, texts, window, max_windows, progress)
             evals.append({"model": name, "results": results, "protocol": about})
         for prompt in prompts:
             inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
@@ -80,20 +74,47 @@ def measure(
     return evals, samples
 
 
-def _window(models: Sequence[str], seq_len: int | None, prompts: Sequence[str], max_new_tokens: int) -> int:
-    """Check every model's positions and return the window that all of them take."""
-    configs = [open_config(name) for name in models]
+def common_window(configs: Sequence[Any], seq_len: int | None) -> int:
+    """Return the window for all models: `seq_len`, or 2048 tokens where all have the positions, else what they have.
+
+    Raises:
+        InputError: it predicts nothing, or a model has fewer positions.
+    """
     limits = [getattr(config.get_text_config(), "max_position_embeddings", None) for config in configs]
-    window = seq_len or min(DEFAULT_WINDOW, *(limit for limit in limits if limit is not None), DEFAULT_WINDOW)
+    window = seq_len or min([DEFAULT_WINDOW, *(limit for limit in limits if limit is not None)])
     if window < 2:
-        raise InputError(f"a window of {window} tokens predicts nothing; give --seq-len 2 or more")
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens {max_new_tokens} is not a positive whole number")
+        raise InputError(f"a window of {window} tokens predicts nothing; give 2 or more")
     for config in configs:
         check_window(config, window)
-    if any(not prompt for prompt in prompts):
-        raise InputError("the prompt is empty; give some text to continue")
     return window
+
+
+def open_texts(data: Sequence[str], tokenizer: Any, window: int) -> dict[str, Tensor]:
+    """Return the token ids of each text's evaluation part.
+
+    Raises:
+        InputError: a text is unknown, unreadable, or shorter than one window.
+    """
+    texts = {source: tokenize(load_text(source, "evaluation"), tokenizer) for source in data}
+    for source, tokens in texts.items():
+        if len(tokens) < window:
+            raise InputError(
+                f"data '{source}' has {len(tokens)} tokens, fewer than one window of {window}; give a longer text, "
+                "or a smaller window"
+            )
+    return texts
+
+
+def measure_texts(
+    network: Any, texts: dict[str, Tensor], window: int, max_windows: int | None, progress: Progress | None = None
+) -> list[dict[str, Any]]:
+    """Return the `results` of `eval --json`: one entry for each text."""
+    results = []
+    for source, tokens in texts.items():
+        start = time.perf_counter()
+        outcome = perplexity(network, tokens, window, max_windows, progress=progress)
+        results.append({"data": source, **outcome._asdict(), "seconds": round(time.perf_counter() - start, 3)})
+    return results
 
 
 def _continue(network: Any, inputs: Any, max_new_tokens: int) -> Tensor:

@@ -1,0 +1,112 @@
+"""`modegpt sweep`: one model at several sparsities."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from ..cli_support import DEVICE, JSON, MODEL, check_json, console, emit, names, number_or_auto, quiet
+from ..config import DTYPES, CompressionConfig
+from ..errors import InputError
+
+DEFAULTS = CompressionConfig()
+
+
+def sweep(
+    model: str = MODEL,
+    out: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for points, table and plots."),
+    sparsity: str = typer.Option("0.1,0.2,0.3,0.4,0.5", help="Shares to remove, with commas; dense is always there."),
+    calibration: str = typer.Option("wikitext2", help="wikitext2, ptb, c4, alpaca, python-docs, or a text file."),
+    samples: int = typer.Option(DEFAULTS.samples, help="Calibration sequences."),
+    seq_len: int = typer.Option(DEFAULTS.seq_len, help="Tokens of each."),
+    sampling: str = typer.Option(DEFAULTS.sampling, help="random windows, or sequential from the start."),
+    seed: int = typer.Option(DEFAULTS.seed, help="Of the random windows."),
+    allocation: str = typer.Option(DEFAULTS.allocation, help="uniform, influence, influence-blocks or owl."),
+    temperature: str = typer.Option("auto", help="Of the influence rules, in units of the score, or auto."),
+    max_sparsity: float = typer.Option(DEFAULTS.max_sparsity, help="Upper bound on one layer, if not uniform."),
+    round_to: int = typer.Option(DEFAULTS.round_to, help="Keep every dim a multiple of this: 8, 16 or 64 suit GPUs."),
+    owl_threshold: float = typer.Option(DEFAULTS.owl_threshold, help="OWL's M."),
+    owl_lambda: float = typer.Option(DEFAULTS.owl_lambda, help="OWL's lambda."),
+    modules: str = typer.Option(",".join(DEFAULTS.modules), help="Which of mlp, qk and vo, with commas."),
+    solver: str = typer.Option(DEFAULTS.solver, help="paper."),
+    ridge: float = typer.Option(DEFAULTS.ridge, help="Lambda of the MLP's leverage scores."),
+    dtype: str = typer.Option(DEFAULTS.dtype, help=f"Of the compressed weights: {', '.join(DTYPES)}."),
+    device: str = DEVICE,
+    batch_size: int | None = typer.Option(None, help="Calibration sequences at once; by default about 4096 tokens."),
+    max_host_memory: int | None = typer.Option(None, help="Bytes of hidden states in memory; the rest goes to disk."),
+    data: list[str] = typer.Option(["wikitext2"], "--data", help="Text to measure perplexity on; may be repeated."),
+    eval_seq_len: int | None = typer.Option(None, help="Tokens of its windows; 2048, or the model's positions."),
+    max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
+    rounds: int = typer.Option(3, help="Timed rounds of each point, in turn with the dense model; 0 for none."),
+    keep_models: bool = typer.Option(False, "--keep-models", help="Keep the checkpoints, in DIR/models."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Measure all points anew."),
+    json_file: str | None = JSON,
+) -> None:
+    """Compress and measure MODEL at several sparsities; a sweep that was stopped goes on where it was."""
+    try:
+        shares = [float(share) for share in names(sparsity)]
+    except ValueError:
+        raise InputError(f"sparsity '{sparsity}' is no list of numbers; give shares such as 0.1,0.2,0.3") from None
+    config = CompressionConfig(
+        samples=samples,
+        seq_len=seq_len,
+        sampling=sampling,
+        seed=seed,
+        allocation=allocation,
+        temperature=number_or_auto("temperature", temperature),
+        max_sparsity=max_sparsity,
+        round_to=round_to,
+        owl_threshold=owl_threshold,
+        owl_lambda=owl_lambda,
+        modules=names(modules),
+        solver=solver,
+        ridge=ridge,
+        dtype=dtype,
+        device=device,
+        batch_size=batch_size,
+        max_host_memory=max_host_memory,
+    )
+    check_json(json_file)
+    quiet()
+    # The profiler, which counts memory on a CPU, reports its start and end on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from ..progress import ProgressBar
+    from ..sweep import Measures
+    from ..sweep import sweep as run_sweep
+
+    measures = Measures(data=tuple(data), seq_len=eval_seq_len, max_windows=max_windows, rounds=rounds)
+    with ProgressBar("reading model and text") as progress:
+        result = run_sweep(
+            model,
+            calibration,
+            out,
+            shares,
+            config,
+            measures,
+            keep_models=keep_models,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    emit(result, json_file)
+    screen = console(json_file)
+    screen.print(_table(result))
+    screen.print(f"written to {out}", markup=False, soft_wrap=True)
+
+
+def _table(result: dict[str, Any]) -> Table:
+    """Return what a person reads: one row a point."""
+    texts = [entry["data"] for entry in result["points"][0]["perplexity"]]
+    table = Table("sparsity", "of the blocks", "parameters", *(f"perplexity, {Path(text).name}" for text in texts))
+    timed = any(point["speed"] for point in result["points"])
+    for heading in ("prefill", "decode") if timed else ():
+        table.add_column(f"{heading}, x dense")
+    for point in result["points"]:
+        cells = [point["name"], f"{point['sparsity']['blocks']:.2%}", f"{point['parameters']:,}"]
+        cells += [f"{entry['perplexity']:.4f}" for entry in point["perplexity"]]
+        if point["speed"]:
+            ratios = [point["speed"]["speedup"][task] for task in ("prefill", "decode")]
+            cells += [f"{r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})" for r in ratios]
+        table.add_row(*cells)
+    return table
