@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from typer.testing import CliRunner, Result
 
-from modegpt import MissingExtraError
+from modegpt import MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
 from modegpt.config import CompressionConfig
@@ -165,6 +165,77 @@ def test_eval_takes_several_texts_and_defaults_to_the_models_positions(tiny_llam
     assert "python-docs" in modegpt(*call).stdout
 
 
+@pytest.fixture(scope="module")
+def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A zero-shot task of eight questions."""
+    file = tmp_path_factory.mktemp("tasks") / "types.jsonl"
+    words = ("a list", "the name of a module", "None", "an integer")
+    records = [{"query": f"Question {i}\nAnswer:", "choices": list(words[i % 3 :]), "gold": i % 2} for i in range(8)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    return file
+
+
+def test_eval_measures_tasks(run: tuple[Path, Result], task_file: Path):
+    out, _ = run
+    call = ("eval", out, "--tasks", task_file, "--limit", 6, "--batch-size", 3)
+    result = modegpt(*call, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    expected = evaluate_tasks(model, tokenizer, [str(task_file)], limit=6, batch_size=3)
+    (entry,) = found["tasks"]
+    assert {**entry, "seconds": 0} == {**expected.tasks[0]._asdict(), "seconds": 0}
+    assert found["mean"] == expected.mean._asdict()
+    assert found["results"] == []
+    about = found["protocol"]
+    assert (about["limit"], about["batch_size"], about["num_fewshot"]) == (6, 3, 0)
+    assert about["lm_eval"]
+    shown = modegpt(*call)
+    assert f"{expected.mean.acc:.2%}" in shown.stdout
+    assert shown.stderr == ""
+
+
+def test_eval_compares_models_and_marks_the_best(
+    run: tuple[Path, Result], tiny_llama_dir: Path, small_text_file: Path, task_file: Path
+):
+    models = (tiny_llama_dir, run[0])
+    data = ("--data", small_text_file, "--data", "python-docs", "--seq-len", 64, "--max-windows", 4)
+    result = modegpt("eval", *models, *data, "--tasks", task_file, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert [entry["model"] for entry in found["models"]] == [str(model) for model in models]
+    assert found["warnings"] == []
+    for model, entry in zip(models, found["models"], strict=True):
+        alone = json.loads(modegpt("eval", model, *data, "--tasks", task_file, "--json", "-").stdout)
+        for key in ("results", "tasks"):
+            assert [{**row, "seconds": 0} for row in alone[key]] == [{**row, "seconds": 0} for row in entry[key]]
+        assert alone["mean"] == entry["mean"]
+        assert entry["parameters"] == AutoModelForCausalLM.from_pretrained(model).num_parameters()
+    assert {key: found[key] for key in ("model", "results", "tasks", "mean")} == {
+        key: found["models"][0][key] for key in ("model", "results", "tasks", "mean")
+    }
+    rows = [line for line in modegpt("eval", *models, *data).stdout.splitlines() if "perplexity" in line]
+    for index, line in enumerate(rows):
+        values = [f"{entry['results'][index]['perplexity']:.4f}" for entry in found["models"]]
+        best = min(values, key=float)
+        assert [f"{value} *" in line for value in values] == [value == best for value in values]
+    assert len(rows) == 2
+
+
+def test_eval_ranks_no_perplexities_over_different_tokens(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    other = tmp_path / "other"
+    shutil.copytree(tiny_llama_dir, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:20]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    call = ("eval", tiny_llama_dir, other, "--data", small_text_file, "--seq-len", 64, "--max-windows", 2)
+    result = modegpt(*call, "--json", "-")
+    (warning,) = json.loads(result.stdout)["warnings"]
+    assert "tokenizers differ" in warning
+    (row,) = [line for line in modegpt(*call).stdout.splitlines() if "small.txt, perplexity" in line]
+    assert "*" not in row
+
+
 @pytest.mark.parametrize("kind", ["dense", "compressed"])
 def test_generate_continues_the_prompt(kind: str, run: tuple[Path, Result], tiny_llama_dir: Path):
     model = run[0] if kind == "compressed" else tiny_llama_dir
@@ -294,10 +365,24 @@ def test_unusable_models_are_refused(run: tuple[Path, Result], small_text_file: 
         (["--dtype", "int3"], ["'int3'"]),
         (["--data", "wikitext3"], ["wikitext3", "python-docs"]),
         (["--device", "abacus"], ["'abacus'"]),
+        (["--limit", 3], ["--limit", "--tasks"]),
+        (["--tasks", "none.jsonl", "--limit", 0], ["limit 0"]),
+        (["--tasks", "none.jsonl"], ["none.jsonl", "does not exist"]),
+        (["--tasks", ","], ["no tasks"]),
     ],
 )
 def test_eval_refuses(options: list[object], words: list[str], unloadable: Path, small_text_file: Path):
     assert_refused(modegpt("eval", unloadable, "--data", small_text_file, *options), *words)
+
+
+def test_eval_refuses_tasks_and_models_before_loading(unloadable: Path, task_file: Path, tmp_path: Path):
+    assert_refused(modegpt("eval", unloadable, unloadable), "there twice")
+    assert_refused(modegpt("eval", unloadable, "--tasks", task_file, "--seq-len", 64), "--seq-len", "--data")
+    assert_refused(modegpt("eval", unloadable, "--tasks", f"{task_file},{task_file}"), "'types'", "twice")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(task_file.read_text() + '\n{"query": "a"}\n')
+    assert_refused(modegpt("eval", unloadable, "--tasks", broken), "line 9", "broken.jsonl", "'choices'")
+    assert_refused(modegpt("eval", unloadable, "--tasks", task_file), "model.safetensors")
 
 
 def test_eval_refuses_a_text_shorter_than_a_window(unloadable: Path, tmp_path: Path):

@@ -12,6 +12,7 @@ from .compress import compress  # noqa: E402
 from .config import CompressionConfig  # noqa: E402
 from .errors import InputError, MissingExtraError, ModegptError, NumericalError  # noqa: E402
 from .evaluate import perplexity  # noqa: E402
+from .zero_shot import evaluate_tasks  # noqa: E402
 
 __version__ = "0.1.0"
 
@@ -22,5 +23,6 @@ __all__ = [
     "ModegptError",
     "NumericalError",
     "compress",
+    "evaluate_tasks",
     "perplexity",
 ]

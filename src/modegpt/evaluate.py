@@ -73,7 +73,7 @@ def perplexity(
         raise InputError(f"batch_size is {batch_size}; give at least 1")
     device = _embedding(model).device
     total, done = 0.0, 0
-    with _evaluating(model), torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         for batch in windows.split(batch_size):
             ids = batch.to(device)
             logits = model(input_ids=ids, use_cache=False).logits
@@ -143,7 +143,7 @@ def _window_nll(logits: Tensor, window: Tensor, index: int) -> float:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and each of its modules back into its own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()

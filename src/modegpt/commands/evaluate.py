@@ -1,65 +1,240 @@
-"""`modegpt eval`: how good dense and compressed models are."""
+"""`modegpt eval`: how good dense and compressed models are, one alone or several side by side."""
 
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import DEVICE, JSON, MODEL, check_json, check_positive, console, dtype_name, emit, positions, quiet
+from ..cli_support import DEVICE, JSON, check_json, check_positive, console, dtype_name, emit, names, positions, quiet
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 
+DEFAULT_DATA = "wikitext2"
+
+
+class Bounds(NamedTuple):
+    """How much is measured, and how much at once."""
+
+    seq_len: int | None
+    max_windows: int | None
+    batch_size: int | None
+    limit: int | None
+
 
 def evaluate(
-    model: str = MODEL,
-    data: list[str] = typer.Option(["wikitext2"], "--data", help="Known data set or text file; may be repeated."),
-    seq_len: int | None = typer.Option(None, help="Tokens of a window; by default 2048, or the model's positions."),
-    max_windows: int | None = typer.Option(None, help="Use only the first windows of the text."),
-    batch_size: int | None = typer.Option(None, help="Windows run at once."),
+    models: list[str] = typer.Argument(..., metavar="MODEL...", help="Hub names, local folders or .gguf files."),
+    data: list[str] = typer.Option(
+        [], "--data", help=f"Text for perplexity, may be repeated: known data set or file ({DEFAULT_DATA})."
+    ),
+    tasks: list[str] = typer.Option(
+        [], "--tasks", help="lm-eval's task names, .jsonl files, or paper; with commas, or repeated."
+    ),
+    limit: int | None = typer.Option(None, help="Use only the first samples of each task."),
+    seq_len: int | None = typer.Option(None, help="Tokens of a window; by default 2048, or the models' positions."),
+    max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
+    batch_size: int | None = typer.Option(None, help="Windows, or requests of a task, run at once."),
     dtype: str = typer.Option("auto", help=f"To compute in: {', '.join(DTYPES)}."),
     device: str = DEVICE,
     json_file: str | None = JSON,
 ) -> None:
-    """Measure the perplexity of a dense or compressed MODEL, on windows that do not overlap."""
+    """Measure perplexity (--data) and zero-shot accuracy (--tasks), of one MODEL or of several side by side."""
     check_choice("dtype", dtype, DTYPES)
-    for name, value in (("seq_len", seq_len), ("max_windows", max_windows), ("batch_size", batch_size)):
-        check_positive(name, value)
-    if seq_len == 1:
-        raise InputError("seq_len 1 predicts nothing: the first token of a window is context only; give 2 or more")
+    bounds = Bounds(seq_len, max_windows, batch_size, limit)
+    data = list(dict.fromkeys(data)) or ([] if tasks else [DEFAULT_DATA])
+    _check(models, data, tasks, bounds)
     check_json(json_file)
     quiet()
-    from ..calibration import check_source, load_text, tokenize
-    from ..evaluate import check_window, perplexity
-    from ..models import open_config, open_model, open_tokenizer, resolve_device
+    from ..calibration import check_source
+    from ..models import open_model, open_tokenizer, resolve_device
     from ..progress import ProgressBar
     from ..report import protocol
+    from ..zero_shot import open_tasks
 
     target = resolve_device(device)
     for source in data:
         check_source(source)
-    config = open_config(model)
-    seq_len = seq_len or min(2048, positions(config))
-    check_window(config, seq_len)
-    tokenizer = open_tokenizer(model)
-    texts = {source: tokenize(load_text(source, "evaluation"), tokenizer) for source in data}
-    for source, tokens in texts.items():
-        if len(tokens) < seq_len:
-            raise InputError(
-                f"data '{source}' has {len(tokens)} tokens, fewer than one window of {seq_len}; give a longer text, "
-                "or a smaller --seq-len"
-            )
+    with ProgressBar("reading tasks and texts") as progress:
+        opened = open_tasks([name for part in tasks for name in names(part)]) if tasks else []
+        tokenizers = {model: open_tokenizer(model) for model in models}
+        bounds = bounds._replace(seq_len=_window(models, seq_len) if data else None)
+        texts = _texts(data, tokenizers, bounds.seq_len)
+        measured = []
+        for model, label in zip(models, _labels(models), strict=True):
+            network = open_model(model, dtype, target)
+            step = _titled(progress, label) if len(models) > 1 else progress
+            found = _measure(network, tokenizers[model], texts[model], opened, bounds, step)
+            about = {"label": label, "dtype": dtype_name(network), "parameters": network.num_parameters()}
+            measured.append({"model": model, **about, **found})
+            del network  # before the next is loaded, or memory would have to hold two
+    warnings = _warnings(measured, texts)
+    about = {"model": models[0], "models": models, "dtype": measured[0]["dtype"], "device": str(target)}
+    about |= {"split": "evaluation", **bounds._asdict(), "stride": bounds.seq_len}
+    about |= {"num_fewshot": 0, "lm_eval": _harness_version()} if opened else {}
+    first = {key: measured[0][key] for key in ("model", "results", "tasks", "mean")}
+    emit({**first, "models": measured, "warnings": warnings, "protocol": {**about, **protocol()}}, json_file)
+    screen = console(json_file)
+    ranked = [source for source in data if _alike(texts, source)]
+    for table in [_comparison(measured, ranked)] if len(models) > 1 else _details(measured[0]):
+        screen.print(table)
+    for warning in warnings:
+        screen.print(f"warning: {warning}", markup=False)
+
+
+def _check(models: Sequence[str], data: Sequence[str], tasks: Sequence[str], bounds: Bounds) -> None:
+    """Refuse what can be seen to be wrong without opening anything."""
+    for name, value in bounds._asdict().items():
+        check_positive(name, value)
+    if bounds.seq_len == 1:
+        raise InputError("seq_len 1 predicts nothing: the first token of a window is context only; give 2 or more")
+    if bounds.limit is not None and not tasks:
+        raise InputError("--limit is for the samples of --tasks, and none were given; --max-windows is for --data")
+    if not data and (bounds.seq_len is not None or bounds.max_windows is not None):
+        raise InputError("--seq-len and --max-windows are for --data, and none was given; --limit is for --tasks")
+    twice = next((model for index, model in enumerate(models) if model in models[:index]), None)
+    if twice is not None:
+        raise InputError(f"model '{twice}' is there twice; give each once")
+
+
+def _window(models: Sequence[str], asked: int | None) -> int:
+    """Return the tokens of a window, one number for all models so that their figures compare."""
+    from ..evaluate import check_window
+    from ..models import open_config
+
+    configs = [open_config(model) for model in models]
+    seq_len = asked or min(2048, *(positions(config) for config in configs))
+    for config in configs:
+        check_window(config, seq_len)
+    return seq_len
+
+
+def _texts(data: Sequence[str], tokenizers: dict[str, Any], seq_len: int | None) -> dict[str, dict[str, Any]]:
+    """Return the tokens of every text for every model."""
+    from ..calibration import load_text, tokenize
+
+    loaded = {source: load_text(source, "evaluation") for source in data}
+    texts = {
+        model: {source: tokenize(text, tokenizer) for source, text in loaded.items()}
+        for model, tokenizer in tokenizers.items()
+    }
+    for own in texts.values():
+        for source, tokens in own.items():
+            if len(tokens) < (seq_len or 0):
+                raise InputError(
+                    f"data '{source}' has {len(tokens)} tokens, fewer than one window of {seq_len}; give a longer "
+                    "text, or a smaller --seq-len"
+                )
+    return texts
+
+
+def _measure(
+    network: Any, tokenizer: Any, texts: dict[str, Any], tasks: Sequence[Any], bounds: Bounds, progress: Any
+) -> dict[str, Any]:
+    """Return what the JSON says of one model."""
+    from ..evaluate import perplexity
+    from ..zero_shot import evaluate_tasks
+
     results = []
-    with ProgressBar("loading the model") as progress:
-        network = open_model(model, dtype, target)
-        for source, tokens in texts.items():
-            start = time.perf_counter()
-            outcome = perplexity(network, tokens, seq_len, max_windows, batch_size, progress)
-            seconds = round(time.perf_counter() - start, 3)
-            results.append({"data": source, **outcome._asdict(), "seconds": seconds})
-    about = {"model": model, "dtype": dtype_name(network), "device": str(target), "split": "evaluation"}
-    about |= {"max_windows": max_windows, "stride": seq_len, **protocol()}
-    emit({"model": model, "results": results, "protocol": about}, json_file)
-    table = Table("data", "perplexity", "tokens", "windows")
-    for entry in results:
-        table.add_row(entry["data"], f"{entry['perplexity']:.4f}", f"{entry['tokens']:,}", str(entry["windows"]))
-    console(json_file).print(table)
+    for source, tokens in texts.items():
+        start = time.perf_counter()
+        assert bounds.seq_len is not None
+        outcome = perplexity(network, tokens, bounds.seq_len, bounds.max_windows, bounds.batch_size, progress)
+        seconds = round(time.perf_counter() - start, 3)
+        results.append({"data": source, **outcome._asdict(), "seconds": seconds})
+    if not tasks:
+        return {"results": results, "tasks": [], "mean": None}
+    accuracies = evaluate_tasks(network, tokenizer, tasks, bounds.limit, bounds.batch_size, progress)
+    rows = [result._asdict() for result in accuracies.tasks]
+    return {"results": results, "tasks": rows, "mean": accuracies.mean._asdict()}
+
+
+def _titled(progress: Callable[[str, int, int], None], label: str) -> Callable[[str, int, int], None]:
+    return lambda stage, done, total: progress(f"{label}: {stage}", done, total)
+
+
+def _labels(paths: Sequence[str]) -> list[str]:
+    """Return the last part of every path or hub name, or them whole if that would not tell them apart."""
+    short = [Path(path).name or path for path in paths]
+    return short if len(set(short)) == len(short) else list(paths)
+
+
+def _alike(texts: dict[str, dict[str, Any]], source: str) -> bool:
+    """Whether all models predict the same tokens, without which perplexities do not compare."""
+    first, *others = [own[source] for own in texts.values()]
+    return all(first.equal(other) for other in others)
+
+
+def _harness_version() -> str:
+    from importlib.metadata import version
+
+    return version("lm_eval")
+
+
+def _warnings(measured: Sequence[dict[str, Any]], texts: dict[str, dict[str, Any]]) -> list[str]:
+    found = [
+        f"the tokenizers differ on '{source}': the perplexities are over different tokens, and none is marked as best"
+        for source in next(iter(texts.values()))
+        if not _alike(texts, source)
+    ]
+    return found + [
+        f"{entry['label']}: {task['truncated']} requests of {task['task']} were cut to the model's positions"
+        for entry in measured
+        for task in entry["tasks"]
+        if task["truncated"]
+    ]
+
+
+def _details(entry: dict[str, Any]) -> list[Table]:
+    """Return the tables of one model."""
+    tables = []
+    if entry["results"]:
+        tables.append(Table("data", "perplexity", "tokens", "windows"))
+        for row in entry["results"]:
+            tables[-1].add_row(
+                escape(row["data"]), f"{row['perplexity']:.4f}", f"{row['tokens']:,}", str(row["windows"])
+            )
+    if entry["tasks"]:
+        tables.append(Table("task", "acc", "acc_norm", "samples"))
+        for row in entry["tasks"]:
+            cells = [_accuracy(row[name], row[f"{name}_stderr"]) for name in ("acc", "acc_norm")]
+            tables[-1].add_row(escape(row["task"]), *cells, f"{row['samples']:,}")
+        tables[-1].add_section()
+        mean = entry["mean"]
+        tables[-1].add_row("mean", _accuracy(mean["acc"], mean["acc_stderr"]), _accuracy(mean["acc_norm"], None), "")
+    return tables
+
+
+def _accuracy(value: float | None, error: float | None) -> str:
+    return "" if value is None else f"{value:.2%}" if error is None else f"{value:.2%} ± {error:.2%}"
+
+
+def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Table:
+    """Return one table of all models, a column each, with the best value of a row marked."""
+    table = Table("", *(escape(entry["label"]) for entry in measured), caption="* best of the row")
+    table.add_row("parameters", *(f"{entry['parameters']:,}" for entry in measured))
+    sources = [row["data"] for row in measured[0]["results"]]
+    for index, label in enumerate(_labels(sources)):
+        values = [entry["results"][index]["perplexity"] for entry in measured]
+        best = min(values) if sources[index] in ranked else None
+        table.add_row(escape(f"{label}, perplexity"), *_marked(values, best, "{:.4f}"))
+    for index, row in enumerate(measured[0]["tasks"]):
+        for name in ("acc", "acc_norm"):
+            if row[name] is not None:
+                values = [entry["tasks"][index][name] for entry in measured]
+                table.add_row(escape(f"{row['task']}, {name}"), *_marked(values, max(values), "{:.2%}"))
+    if len(measured[0]["tasks"]) > 1:
+        table.add_section()
+        for name in ("acc", "acc_norm"):
+            values = [entry["mean"][name] for entry in measured]
+            table.add_row(f"mean {name}", *_marked(values, max(values), "{:.2%}"))
+    return table
+
+
+def _marked(values: Sequence[float], best: float | None, form: str) -> list[str]:
+    """Write values, the best with a star; none if all are equal."""
+    if len(set(values)) == 1:
+        best = None
+    return [f"[bold]{form.format(value)} *[/bold]" if value == best else form.format(value) for value in values]
