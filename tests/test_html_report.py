@@ -179,17 +179,41 @@ def test_the_command_measures_both_models(run: Path, tiny_llama_dir: Path, small
     assert [sample["model"] for sample in found["samples"]] == ["dense", "compressed"]
 
 
-def test_the_page_takes_what_eval_wrote(run: Path, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
-    files = []
-    for name, model in (("dense", tiny_llama_dir), ("compressed", run)):
-        files += ["--eval", tmp_path / f"{name}.json"]
-        result = modegpt("eval", model, "--data", small_text_file, "--seq-len", 64, "--json", files[-1])
-        assert result.exit_code == 0, result.output
-    result = modegpt("report", run, "--out", tmp_path / "page.html", *files)
+def test_the_page_takes_what_eval_and_bench_wrote(
+    run: Path, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    pytest.importorskip("lm_eval")
+    lines = [{"query": f"The value of {n} is", "choices": ["a list", "None"], "gold": n % 2} for n in range(7)]
+    (tmp_path / "values.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluated, timed = tmp_path / "eval.json", tmp_path / "bench.json"
+    wanted = ("--data", small_text_file, "--seq-len", 64, "--tasks", tmp_path / "values.jsonl", "--json", evaluated)
+    assert modegpt("eval", run, tiny_llama_dir, *wanted).exit_code == 0
+    grid = ("--batch-sizes", "1,2", "--lengths", 8, "--new-tokens", 2, "--repeats", 2, "--json", timed)
+    assert modegpt("bench", run, "--against", tiny_llama_dir, *grid).exit_code == 0
+    out = tmp_path / "page.html"
+    result = modegpt("report", run, "--out", out, "--eval", evaluated, "--bench", timed)
     assert result.exit_code == 0, result.output
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
-    expected = [json.loads(file.read_text())["results"][0]["perplexity"] for file in files[1::2]]
+    page = Page(out.read_text(encoding="utf-8"))
+    compressed, dense = json.loads(evaluated.read_text())["models"]
+    expected = [own["results"][0]["perplexity"] for own in (dense, compressed)]
+    assert page.tables["Perplexity"][0][-2:] == ["dense", "compressed"]
     assert page.tables["Perplexity"][1][-2:] == [f"{value:.4f}" for value in expected]
+    accuracy = [own["tasks"][0] for own in (dense, compressed)]
+    shown = {tuple(row[:2]): row[2:] for row in page.tables["Accuracy, %"]}
+    assert shown["task", "metric"] == ["samples", "dense", "compressed"]
+    for metric in ("acc", "acc_norm"):
+        told = [f"{100 * own[metric]:.2f} ± {100 * own[f'{metric}_stderr']:.2f}" for own in accuracy]
+        assert shown["values", metric] == ["7", *told]
+    assert shown["mean", "acc"][1:] == [f"{100 * o['acc']:.2f} ± {100 * o['acc_stderr']:.2f}" for o in accuracy]
+    first, second = json.loads(timed.read_text())["results"]
+    rows = page.tables["Speed"][1:]
+    assert [row[:2] for row in rows] == [[f"{n} x 8", name] for n in (1, 2) for name in ("compressed", "dense")]
+    assert rows[3][3] == f"{second['models']['against']['decode_tokens_per_second']:,.1f}"
+    ratio = first["speedups"]["against"]["decode"]["median"]
+    assert f"1 x 8: prefill {first['speedups']['against']['prefill']['median']:.2f}, decode {ratio:.2f}" in str(
+        page.labels
+    )
+    assert f"{ratio:.2f} x" in page.text
 
 
 def refused(result: Result, *words: str) -> None:
@@ -206,7 +230,8 @@ def test_wrong_calls_are_refused(run: Path, tiny_llama_dir: Path, tmp_path: Path
     refused(modegpt("report", run, "--out", tmp_path), "is a folder")
     refused(modegpt("report", run, "--out", tmp_path / "no" / "page.html"), "does not exist")
     refused(modegpt("report", run, "--eval", tmp_path / "no.json"), "no.json")
-    refused(modegpt("report", run, "--bench", run / "config.json"), "config.json", "results")
+    refused(modegpt("report", run, "--bench", run / "report.json"), "report.json", "modegpt bench --json")
+    refused(modegpt("report", run, "--eval", run / "report.json"), "report.json", "modegpt eval --json")
     refused(modegpt("report", run, "--prompt", ""), "empty")
     refused(modegpt("report", run, "--data", "python-docs", "--seq-len", 513), "513", "512")
     folder = tmp_path / "bare"

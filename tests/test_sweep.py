@@ -99,9 +99,8 @@ def test_the_plots_are_files_of_their_own(swept: tuple[Path, Result]):
         title = root.find("{http://www.w3.org/2000/svg}title")
         assert title is not None
         assert "Perplexity" in str(title.text)
+        assert all(name in str(title.text) for name in ("dense", "0.25", "0.5"))
     assert all(f">{name}<" in text for name in ("dense", "0.25", "0.5"))  # the points of the second are named
-    again = (swept[0] / "perplexity.svg").read_text(encoding="utf-8")
-    assert "50." in again or "49." in again  # the title tells the figures
 
 
 def test_scores_are_computed_once_and_models_go(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
@@ -164,6 +163,30 @@ def test_a_killed_sweep_goes_on(tiny_llama_dir: Path, small_text_file: Path, tmp
     for one, other in zip(resumed["points"], whole["points"], strict=True):
         assert one["perplexity"][0]["nll"] == other["perplexity"][0]["nll"]
         assert one.get("layers") == other.get("layers")
+
+
+def test_tasks_are_measured_as_eval_does(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    pytest.importorskip("lm_eval")
+    lines = [{"query": f"The value of {n} is", "choices": ["a list", "None"], "gold": n % 2} for n in range(9)]
+    task = tmp_path / "values.jsonl"
+    task.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    call = ("--sparsity", 0.3, "--calibration", small_text_file, *SMALL, "--rounds", 0, "--keep-models")
+    result = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call, "--tasks", task, "--limit", 8)
+    assert result.exit_code == 0, result.output
+    points = json.loads((tmp_path / "s" / "sweep.json").read_text())["points"]
+    for point, model in zip(points, (tiny_llama_dir, tmp_path / "s" / "models" / "0.3"), strict=True):
+        assert point["perplexity"] == []
+        found = json.loads(modegpt("eval", model, "--tasks", task, "--limit", 8, "--json", "-").stdout)
+        for key in ("task", "acc", "acc_norm", "acc_stderr", "samples"):
+            assert point["tasks"][0][key] == found["tasks"][0][key]
+        assert point["mean"] == found["mean"]
+        assert f"{point['mean']['acc']:.2%}" in result.stdout
+    assert (tmp_path / "s" / "accuracy.svg").is_file()
+    assert not (tmp_path / "s" / "perplexity.svg").exists()
+    task.write_text(task.read_text().replace("a list", "a tuple"))
+    again = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call, "--tasks", task, "--limit", 8)
+    assert again.exit_code == 2
+    assert "task values" in again.stderr
 
 
 @pytest.mark.parametrize(

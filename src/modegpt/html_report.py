@@ -178,7 +178,7 @@ def _dense_first(item: tuple[str, Any]) -> tuple[bool, bool]:
 
 
 def _measured(evals: Sequence[dict[str, Any]], names: Names) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the figures of each model of each `eval` result, which may hold several."""
+    """Return the name and the figures of each model of each `eval` result, which may hold one or several."""
     return [(names(part["model"]), part) for result in evals for part in result.get("models") or [result]]
 
 

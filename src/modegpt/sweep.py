@@ -2,16 +2,15 @@
 
 Layout of the folder: `points/dense.json`, `points/0.3.json`, ... (what was measured, each written at once when it is
 done), `scores.json`, `models/0.3/` (the checkpoints, only while they are measured, or for good), and at the end
-`sweep.json`, `perplexity.svg` and `throughput.svg`.
+`sweep.json` and the plots `perplexity.svg`, `accuracy.svg` and `throughput.svg`, each where there are figures for it.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from transformers import PreTrainedModel
 
 from . import plots
 from .benchmark import BenchSettings, benchmark, check_settings
-from .calibration import check_source
 from .checkpoint import REPORT_NAME, write_json
 from .compress import Progress, Run, prepare
 from .config import DTYPES, CompressionConfig
 from .errors import InputError
 from .inspection import describe
-from .measuring import common_window, measure_texts, open_texts
+from .measures import Measures, Quality
 from .models import open_config, open_model, resolve_device
 from .partial import PartialCheckpoint, check_fingerprint, finished_report
 from .preparation import Text, open_text, run_fingerprint
@@ -39,31 +37,6 @@ SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 SPEED = BenchSettings(batch_sizes=(1,), lengths=(128,), new_tokens=32)
 """What is timed: one prompt is read and continued, by the compressed and the dense model in turn."""
 DENSE = "dense"
-
-
-@dataclass(frozen=True)
-class Measures:
-    """What is measured of every point."""
-
-    data: tuple[str, ...] = ("wikitext2",)
-    """Texts for perplexity, as for `modegpt eval`."""
-    seq_len: int | None = None
-    """Tokens of a window; 2048, or the model's positions."""
-    max_windows: int | None = None
-    """Only the first windows of each text."""
-    rounds: int = 3
-    """Timed rounds against the dense model; 0 for none."""
-
-    def __post_init__(self) -> None:
-        """Check the counts."""
-        if not self.data:
-            raise InputError("data is empty: name at least one text to measure perplexity on")
-        for name in ("seq_len", "max_windows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} {value} is not a positive whole number")
-        if self.rounds < 0:
-            raise InputError(f"rounds {self.rounds} is negative; give 0 for no timing")
 
 
 def sweep(
@@ -164,15 +137,12 @@ class _Sweep:
         """Check everything, then open the texts, then the model."""
         self.out, self.measures, self.keep_models, self.progress = out, measures, keep_models, progress
         self.device = resolve_device(config.device)
-        for source in measures.data:
-            check_source(source)
         dense_config = open_config(model)
-        self.window = common_window([dense_config], measures.seq_len)
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:
             check_settings(self.speed, [dense_config])
         self.text: Text = open_text(calibration, config, model, None)
-        self.texts = open_texts(measures.data, self.text.tokenizer, self.window)
+        self.quality = Quality(measures, dense_config, self.text.tokenizer)
         self.dtype = _stored_dtype(config, dense_config)
         if overwrite:
             for part in ("points", "models"):
@@ -187,8 +157,8 @@ class _Sweep:
     def about(self) -> dict[str, Any]:
         """What is measured of a point, as JSON values."""
         speed = self.speed and {"batch_size": 1, "prompt_tokens": SPEED.lengths[0], "new_tokens": SPEED.new_tokens}
-        shown = {"data": list(self.measures.data), "seq_len": self.window, "max_windows": self.measures.max_windows}
-        return {**shown, "rounds": self.measures.rounds, "speed": speed, "dtype": str(self.dense.dtype)[6:]}
+        shown = {**asdict(self.measures), "seq_len": self.quality.window, "speed": speed}
+        return {**shown, "dtype": str(self.dense.dtype).removeprefix("torch.")}
 
     def finished(self, name: str, config: CompressionConfig | None) -> dict[str, Any] | None:
         """Return a point that an equal call has measured; refuse one of another call."""
@@ -206,9 +176,7 @@ class _Sweep:
             "name": DENSE,
             "sparsity": {"requested": 0.0, "blocks": 0.0, "total": 0.0},
             "parameters": n_parameters,
-            "perplexity": measure_texts(
-                self.dense, self.texts, self.window, self.measures.max_windows, self._say(DENSE)
-            ),
+            **self.quality.measure(self.dense, self._say(DENSE)),
             "speed": None,
         }
         return self._keep(DENSE, None, measured)
@@ -227,9 +195,7 @@ class _Sweep:
             "file_bytes": found["file_bytes"],
             "layers": [layer["ranks"] for layer in report["layers"]],
             "warnings": report["warnings"],
-            "perplexity": measure_texts(
-                compressed, self.texts, self.window, self.measures.max_windows, self._say(name)
-            ),
+            **self.quality.measure(compressed, self._say(name)),
             "speed": self._speed(name, compressed),
             "seconds": {**seconds, "total": round(time.perf_counter() - start, 3)},
         }
@@ -287,13 +253,8 @@ class _Sweep:
         if config is None:
             shared = ("model", "model config", "device type", "versions")
             identity = {name: value for name, value in identity.items() if name in shared}
-        length = None if self.measures.max_windows is None else self.measures.max_windows * self.window
-        tokens = {
-            f"evaluation text {source}": hashlib.sha256(ids[:length].contiguous().numpy().tobytes()).hexdigest()
-            for source, ids in self.texts.items()
-        }
         timed = {} if config is None else {"timing": self.measures.rounds, "machine": machine() if self.speed else None}
-        return {**identity, **tokens, "evaluation window": self.window, **timed}
+        return {**identity, **self.quality.identity(), **timed}
 
     def _keep(self, name: str, config: CompressionConfig | None, measured: dict[str, Any]) -> dict[str, Any]:
         point = {**measured, "fingerprint": self._fingerprint(config)}

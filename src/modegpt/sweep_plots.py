@@ -1,34 +1,61 @@
-"""The two curves of a sweep."""
+"""The curves of a sweep: quality against what was removed, and against speed."""
 
 from pathlib import Path
 from typing import Any
 
 from . import plots
 
+REMOVED = "% of the decoder blocks' parameters removed"
+
 
 def draw(table: dict[str, Any], folder: Path) -> None:
-    """Draw perplexity against the share removed, and against speed where it was measured."""
+    """Draw perplexity and accuracy against the share removed, and perplexity against speed, as far as measured."""
     points = table["points"]
     removed = [100 * point["sparsity"]["blocks"] for point in points]
-    found = [{entry["data"]: entry["perplexity"] for entry in point["perplexity"]} for point in points]
-    texts = list(found[0])
-    by_share = {Path(text).name: (removed, [own[text] for own in found]) for text in texts}
-    wide = max(max(own.values()) for own in found) > 10 * min(min(own.values()) for own in found)
-    told = "; ".join(
-        f"{share:.1f} %: {', '.join(f'{value:.2f}' for value in own.values())}"
-        for share, own in zip(removed, found, strict=True)
+    if points[0]["perplexity"]:
+        _write(folder / "perplexity.svg", _perplexity(points, removed), "Perplexity", table, "the share removed")
+    if points[0]["tasks"]:
+        tasks = {entry["task"]: [] for entry in points[0]["tasks"]}
+        for point in points:
+            for entry in point["tasks"]:
+                tasks[entry["task"]].append(100 * entry["acc"])
+        series = {"mean": [100 * point["mean"]["acc"] for point in points], **(tasks if 1 < len(tasks) < 7 else {})}
+        svg = plots.lines({name: (removed, own) for name, own in series.items()}, REMOVED, "zero-shot accuracy, %")
+        _write(folder / "accuracy.svg", svg, "Zero-shot accuracy", table, "the share removed")
+    if points[0]["perplexity"] and any(point["speed"] for point in points):
+        _write(folder / "throughput.svg", _throughput(points), "Perplexity", table, "speed over the dense model's")
+
+
+def _perplexity(points: list[dict[str, Any]], removed: list[float]) -> str:
+    texts = [Path(entry["data"]).name for entry in points[0]["perplexity"]]
+    columns = zip(*([entry["perplexity"] for entry in point["perplexity"]] for point in points), strict=True)
+    series = {text: (removed, list(column)) for text, column in zip(texts, columns, strict=True)}
+    return plots.lines(series, REMOVED, "perplexity", log=_is_wide(points))
+
+
+def _throughput(points: list[dict[str, Any]]) -> str:
+    first = [point["perplexity"][0]["perplexity"] for point in points]
+    series = {
+        task: ([1.0 if p["speed"] is None else p["speed"]["speedup"][task]["median"] for p in points], first)
+        for task in ("decode", "prefill")
+    }
+    text = Path(points[0]["perplexity"][0]["data"]).name
+    return plots.lines(
+        series,
+        "speed / speed of the dense model",
+        f"perplexity, {text}",
+        log=_is_wide(points),
+        labels=[point["name"] for point in points],
     )
-    svg = plots.lines(by_share, "% of the decoder blocks' parameters removed", "perplexity", log=wide)
-    alt = f"Perplexity of {table['model']} against the share of parameters removed. {told}."
-    (folder / "perplexity.svg").write_text(plots.standalone(svg, alt), encoding="utf-8")
-    if any(point["speed"] for point in points):
-        named = [point["name"] for point in points]
-        series = {}
-        for task in ("decode", "prefill"):
-            speeds = [1.0 if p["speed"] is None else p["speed"]["speedup"][task]["median"] for p in points]
-            series[task] = (speeds, [own[texts[0]] for own in found])
-        svg = plots.lines(
-            series, "speed / speed of the dense model", f"perplexity, {Path(texts[0]).name}", log=wide, labels=named
-        )
-        alt = f"Perplexity of {table['model']} against its speed over that of the dense model."
-        (folder / "throughput.svg").write_text(plots.standalone(svg, alt), encoding="utf-8")
+
+
+def _is_wide(points: list[dict[str, Any]]) -> bool:
+    """Whether perplexities differ so much that a plain axis would hide the small ones."""
+    values = [entry["perplexity"] for point in points for entry in point["perplexity"]]
+    return max(values) > 10 * min(values)
+
+
+def _write(path: Path, svg: str, what: str, table: dict[str, Any], against: str) -> None:
+    names = ", ".join(point["name"] for point in table["points"])
+    alt = f"{what} of {Path(table['model']).name} against {against}, at sparsity {names}; sweep.json has the figures."
+    path.write_text(plots.standalone(svg, alt), encoding="utf-8")

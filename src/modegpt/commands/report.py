@@ -88,6 +88,8 @@ def _read(path: Path, command: str) -> dict[str, Any]:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as problem:
         raise InputError(f"--{command} '{path}' cannot be read as JSON: {problem}") from problem
-    if not isinstance(result, dict) or not isinstance(result.get("results"), list):
-        raise InputError(f"--{command} '{path}' has no 'results'; give a file that modegpt {command} --json wrote")
+    models = result.get("models") if isinstance(result, dict) else None
+    fits = isinstance(models, dict) if command == "bench" else isinstance(models, list)
+    if not fits or not isinstance(result.get("results"), list):
+        raise InputError(f"--{command} '{path}' is something else; give a file that modegpt {command} --json wrote")
     return result

@@ -36,7 +36,11 @@ def sweep(
     device: str = DEVICE,
     batch_size: int | None = typer.Option(None, help="Calibration sequences at once; by default about 4096 tokens."),
     max_host_memory: int | None = typer.Option(None, help="Bytes of hidden states in memory; the rest goes to disk."),
-    data: list[str] = typer.Option(["wikitext2"], "--data", help="Text to measure perplexity on; may be repeated."),
+    data: list[str] = typer.Option(
+        [], "--data", help="Text to measure perplexity on; may be repeated. wikitext2 without --tasks."
+    ),
+    tasks: list[str] = typer.Option([], "--tasks", help="Zero-shot tasks as for eval; with commas, or repeated."),
+    limit: int | None = typer.Option(None, help="Use only the first samples of each task."),
     eval_seq_len: int | None = typer.Option(None, help="Tokens of its windows; 2048, or the model's positions."),
     max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
     rounds: int = typer.Option(3, help="Timed rounds of each point, in turn with the dense model; 0 for none."),
@@ -76,7 +80,14 @@ def sweep(
     from ..sweep import Measures
     from ..sweep import sweep as run_sweep
 
-    measures = Measures(data=tuple(data), seq_len=eval_seq_len, max_windows=max_windows, rounds=rounds)
+    measures = Measures(
+        data=tuple(dict.fromkeys(data)) or (() if tasks else ("wikitext2",)),
+        tasks=tuple(name for part in tasks for name in names(part)),
+        seq_len=eval_seq_len,
+        max_windows=max_windows,
+        limit=limit,
+        rounds=rounds,
+    )
     with ProgressBar("reading model and text") as progress:
         result = run_sweep(
             model,
@@ -99,12 +110,16 @@ def _table(result: dict[str, Any]) -> Table:
     """Return what a person reads: one row a point."""
     texts = [entry["data"] for entry in result["points"][0]["perplexity"]]
     table = Table("sparsity", "of the blocks", "parameters", *(f"perplexity, {Path(text).name}" for text in texts))
+    if result["points"][0]["mean"]:
+        table.add_column("mean accuracy")
     timed = any(point["speed"] for point in result["points"])
     for heading in ("prefill", "decode") if timed else ():
         table.add_column(f"{heading}, x dense")
     for point in result["points"]:
         cells = [point["name"], f"{point['sparsity']['blocks']:.2%}", f"{point['parameters']:,}"]
         cells += [f"{entry['perplexity']:.4f}" for entry in point["perplexity"]]
+        if point["mean"]:
+            cells.append(f"{point['mean']['acc']:.2%}")
         if point["speed"]:
             ratios = [point["speed"]["speedup"][task] for task in ("prefill", "decode")]
             cells += [f"{r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})" for r in ratios]
