@@ -1,0 +1,100 @@
+"""Zero-shot accuracy by sparsity: the five tasks of the paper's main table, dense and compressed.
+
+Protocol: float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text; the first samples
+of each task, from local files of the shapes in docs/zero-shot.md, scored by lm-eval. Every row is written when it is
+done; the same command goes on where it was stopped.
+
+    python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+import modegpt
+from common import default_model, parser, save, wikitext
+from modegpt.calibration import draw_windows
+from modegpt.models import open_model, open_tokenizer
+from modegpt.progress import ProgressBar
+from modegpt.zero_shot import PRESETS, open_tasks
+
+SAMPLES, SEQ_LEN = 32, 512
+DEFAULTS = modegpt.CompressionConfig()
+
+
+def options() -> argparse.Namespace:
+    arguments = parser(__doc__, "zero_shot.json")
+    arguments.add_argument("--tasks", type=Path, default=Path("data"), help="folder with arc_easy.jsonl and the others")
+    arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.1, 0.2, 0.3, 0.4, 0.5])
+    arguments.add_argument("--limit", type=int, default=100, help="samples of each task")
+    arguments.add_argument("--solver", default=DEFAULTS.solver)
+    arguments.add_argument("--allocation", default=DEFAULTS.allocation)
+    return arguments.parse_args()
+
+
+def finished(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that an earlier run of the same protocol left."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if {key: found[key] for key in about} != about:
+        raise SystemExit(f"{path} was measured under another protocol; move it away, or give another --json")
+    return found["rows"]
+
+
+def models(
+    asked: argparse.Namespace, name: str, tokenizer: Any, todo: list[float]
+) -> Iterator[tuple[dict[str, Any], PreTrainedModel]]:
+    """Yield the start of a row and its model, for every sparsity; 0 is the dense model."""
+    dense = open_model(name, torch.float32)
+    windows = draw_windows(wikitext(asked, tokenizer)[0], SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    for sparsity in todo:
+        if sparsity == 0:
+            yield {"sparsity": sparsity}, dense
+        else:
+            config = modegpt.CompressionConfig(sparsity=sparsity, solver=asked.solver, allocation=asked.allocation)
+            model = modegpt.compress(dense, windows, config)
+            report = model.modegpt_report
+            yield {"sparsity": sparsity, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
+
+
+def main() -> None:
+    """Measure every row that is not in the result file yet."""
+    asked = options()
+    name = default_model(asked.model)
+    protocol = {
+        "tasks": list(PRESETS["paper5"]),
+        "limit": asked.limit,
+        "num_fewshot": 0,
+        "solver": asked.solver,
+        "allocation": asked.allocation,
+        "dtype": "float32",
+        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+    }
+    about = {"model": Path(name).name, "protocol": protocol}
+    rows = finished(asked.json, about)
+    todo = [sparsity for sparsity in (0.0, *asked.sparsity) if sparsity not in {row["sparsity"] for row in rows}]
+    if not todo:
+        return
+    tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in PRESETS["paper5"]])
+    tokenizer = open_tokenizer(name)
+    for row, model in models(asked, name, tokenizer, todo):
+        start = time.perf_counter()
+        with ProgressBar() as progress:
+            result = modegpt.evaluate_tasks(model, tokenizer, tasks, asked.limit, progress=progress)
+        figures = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "samples")
+        row["tasks"] = {task.task: {key: getattr(task, key) for key in figures} for task in result.tasks}
+        row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
+        rows.append(row)
+        print(row, flush=True)
+        save(asked.json, {**about, "rows": sorted(rows, key=lambda row: row["sparsity"])})
+
+
+if __name__ == "__main__":
+    main()
