@@ -61,7 +61,7 @@ def write_report(
         ],
     }
     sections = [
-        ("done", "What was done", report_sections.protocol(run, found)),
+        ("done", "What was done", report_sections.protocol(run, found, evals)),
         ("layers", "Sparsity and ranks by layer", report_sections.layers(run, found)),
         ("error", "Reconstruction error", report_sections.errors(run)),
         ("quality", "Perplexity and accuracy", report_sections.quality(figures)),

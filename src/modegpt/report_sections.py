@@ -66,8 +66,8 @@ def tiles(run: dict[str, Any], found: dict[str, Any], figures: dict[str, Any]) -
     return tiles
 
 
-def protocol(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return what was compressed, how, and every setting."""
+def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what was compressed and how, and how it was measured."""
     text, config = run["calibration"], run["config"]
     modules = [MODULES[module] for module in config["modules"]]
     lead = (
@@ -78,15 +78,17 @@ def protocol(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         f"{run['sparsity']['total']:.2%} of all parameters; {run['sparsity']['requested']:.0%} of the blocks were "
         "asked for."
     )
-    shown = {"model": run["model"]} | {
-        name: value for name, value in config.items() if name != "plan" and value is not None
-    }
-    if config.get("plan"):
-        shown["plan"] = f"ranks of {len(config['plan'])} layers"
-    rows = [[name.replace("_", " "), _setting(value)] for name, value in shown.items()]
-    if run["allocation"]["temperature"] is not None:
-        rows.append(["temperature that was used", f"{run['allocation']['temperature']:.6g}"])
-    return {"lead": lead, "tables": [Table("Settings of the run", ["setting", "value"], rows)]}
+    multiple = f", every dim a multiple of {config['round_to']}" if config["round_to"] > 1 else ""
+    rows = [
+        ["model", run["model"]],
+        ["calibration", f"{text['data']}: {text['samples']} x {text['seq_len']} tokens, {_windows(config)}"],
+        ["allocation", config["allocation"] + multiple],
+        ["solver", config["solver"]],
+        ["weights written in", found["dtype"]],
+    ]
+    told = dict.fromkeys(_evaluation(result["protocol"]) for result in evals if result.get("protocol"))
+    rows += [["evaluation", text] for text in told]
+    return {"lead": lead, "tables": [Table("Protocol", ["", "value"], rows)]}
 
 
 def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
@@ -290,13 +292,36 @@ def time(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def repeat(run: dict[str, Any], evals: Sequence[dict[str, Any]], bench: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the commands, the machine and the versions."""
+    """Return the commands, every setting, the machine and the versions."""
     others = [result.get("protocol", {}).get("command") for result in (*evals, *([bench] if bench else []))]
     commands = list(dict.fromkeys(command for command in (run["command"], *others) if command))
     machine = [[name, str(value)] for name, value in run["machine"].items()]
     versions = [[name, value] for name, value in run["versions"].items()]
-    tables = [Table("Machine", ["", "value"], machine), Table("Versions", ["package", "version"], versions)]
+    shown = {name: value for name, value in run["config"].items() if name != "plan" and value is not None}
+    if run["config"].get("plan"):
+        shown["plan"] = f"ranks of {len(run['config']['plan'])} layers"
+    settings = [[name.replace("_", " "), _setting(value)] for name, value in shown.items()]
+    if run["allocation"]["temperature"] is not None:
+        settings.append(["temperature that was used", f"{run['allocation']['temperature']:.6g}"])
+    tables = [
+        Table("Settings of the run", ["setting", "value"], settings),
+        Table("Machine", ["", "value"], machine),
+        Table("Versions", ["package", "version"], versions),
+    ]
     return {"commands": commands, "tables": tables}
+
+
+def _windows(config: dict[str, Any]) -> str:
+    return f"random windows, seed {config['seed']}" if config["sampling"] == "random" else "from the start of the text"
+
+
+def _evaluation(about: dict[str, Any]) -> str:
+    """Tell how `eval` measured."""
+    limit = about.get("max_windows")
+    windows = "all windows" if limit is None else f"the first {limit} windows"
+    told = f"{windows} of {about['stride']} tokens, the {about['split']} part of each text"
+    samples = "" if about.get("limit") is None else f"; the first {about['limit']} samples of each task"
+    return f"{told}{samples}; in {about['dtype']} on {about['device']}"
 
 
 def _setting(value: Any) -> str:
@@ -323,10 +348,10 @@ def _change(before: float, after: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def _where(run: dict[str, Any]) -> str:
