@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import plots, report_sections
+from . import plots, report_quality, report_sections
 from .checkpoint import REPORT_NAME
 from .errors import InputError, MissingExtraError
 from .inspection import describe
@@ -64,8 +64,8 @@ def write_report(
         ("done", "What was done", report_sections.protocol(run, found, evals)),
         ("layers", "Sparsity and ranks by layer", report_sections.layers(run, found)),
         ("error", "Reconstruction error", report_sections.errors(run)),
-        ("quality", "Perplexity and accuracy", report_sections.quality(figures)),
-        ("speed", "Speed and memory", report_sections.speed(run, found, figures["speed"])),
+        ("quality", "Perplexity and accuracy", report_quality.quality(figures)),
+        ("speed", "Speed and memory", report_quality.speed(run, found, figures["speed"])),
         ("samples", "What the models write", {"samples": figures["samples"]} if samples else None),
         ("time", "Where the time went", report_sections.time(run)),
         ("repeat", "To repeat this", report_sections.repeat(run, evals, bench)),
