@@ -1,6 +1,7 @@
 """Hands out decoder blocks one at a time, from a model in memory, and runs them over the calibration text."""
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .architectures import Architecture
+from .architectures import Architecture, architecture_of
 from .errors import NumericalError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
@@ -159,8 +160,10 @@ def check_weights(block: nn.Module, index: int) -> nn.Module:
 class _Recorder(nn.Module):
     """Stands in for a block: returns its input and notes the arguments it was called with."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, tuple_output: bool) -> None:
         super().__init__()
+        self._parameter_names = list(inspect.signature(block.forward).parameters)[1:]
+        self._tuple_output = tuple_output
         # Some decoders read an attribute of the block (its attention type, say) to choose the mask it gets.
         self._attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
         self.arguments: dict[str, Any] = {}
@@ -170,10 +173,11 @@ class _Recorder(nn.Module):
         attributes = self.__dict__.get("_attributes", {})
         return attributes[name] if name in attributes else super().__getattr__(name)
 
-    def forward(self, hidden_states: Tensor, **arguments: Any) -> Tensor:
-        """Note the input and the arguments, and return the input."""
-        self.states, self.arguments = hidden_states, arguments
-        return hidden_states
+    def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor | tuple[Tensor, None]:
+        """Note the input and the arguments, and return the input as the block returns its output."""
+        named = dict(zip(self._parameter_names, positional, strict=False))
+        self.states, self.arguments = hidden_states, {**named, **arguments}
+        return (hidden_states, None) if self._tuple_output else hidden_states
 
 
 @torch.no_grad()
@@ -189,7 +193,8 @@ def run_identity_blocks(
         batch_size: sequences a batch.
         hidden: where the hidden states go.
     """
-    originals, recorders = list(layers), [_Recorder(layer) for layer in layers]
+    tuple_output = architecture_of(model.config).tuple_output
+    originals, recorders = list(layers), [_Recorder(layer, tuple_output) for layer in layers]
     arguments: dict[int, list[dict[str, Any]]] = {}
     try:
         for index, recorder in enumerate(recorders):

@@ -1,5 +1,6 @@
 """Scores of how much a block matters, from one pass over the calibration text."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -42,12 +43,19 @@ class InfluenceMeter:
         parts = self.totals.shape[1]
         if len(states) != parts + 1:
             raise InputError(f"{len(states)} states were given; {parts} part(s) of a layer need {parts + 1}")
-        rows = [(state.flatten(0, -2) if mask is None else state[mask]).double() for state in states]
-        norms = [torch.linalg.vector_norm(row, dim=-1) for row in rows]
-        for part in range(parts):
-            products = norms[part] * norms[part + 1]
-            cosine = torch.linalg.vecdot(rows[part], rows[part + 1]) / products
-            both_zero = (norms[part] == 0) & (norms[part + 1] == 0)
+        self.update_parts(layer, *itertools.pairwise(states), mask=mask)
+
+    def update_parts(self, layer: int, *pairs: tuple[Tensor, Tensor], mask: Tensor | None = None) -> None:
+        """Add tokens of one layer whose parts do not follow one another: a pair of states, before and after, for each.
+
+        Arguments and errors otherwise as for `update`.
+        """
+        for part, pair in enumerate(pairs):
+            before, after = ((state.flatten(0, -2) if mask is None else state[mask]).double() for state in pair)
+            norms = [torch.linalg.vector_norm(rows, dim=-1) for rows in (before, after)]
+            products = norms[0] * norms[1]
+            cosine = torch.linalg.vecdot(before, after) / products
+            both_zero = (norms[0] == 0) & (norms[1] == 0)
             cosine = torch.where(products == 0, both_zero.to(cosine.dtype), cosine).clamp(-1, 1)
             loss = float((1 - cosine).sum())
             if loss != loss:

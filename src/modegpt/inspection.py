@@ -5,9 +5,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .architectures import ARCHITECTURES
+from .architectures import ARCHITECTURES, Architecture, Dimensions
 from .errors import InputError
-from .modeling_modegpt import MODEL_TYPE_PREFIX
+from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
 from .safetensors_merge import Entry, read_header
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -28,10 +28,8 @@ def describe(folder: str | Path) -> dict[str, Any]:
     tensors = _headers(path)
     parameters = {f".{name}": prod(entry.shape) for name, entry in tensors.items() if entry.dtype in BYTES}
     element = _element_bytes(tensors)
-    n_heads = config["num_attention_heads"]
-    n_kv_heads = config.get("num_key_value_heads") or n_heads
-    d_head = config.get("head_dim") or config["hidden_size"] // n_heads
-    layers = []
+    architecture, dims = _dense_sizes(config)
+    full, layers = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}, []
     for index, entry in enumerate(config["modegpt"]["layers"]):
         inside = f".{config['modegpt']['architecture']['layers']}.{index}."
         own = {"." + name.split(inside, 1)[1]: size for name, size in parameters.items() if inside in name}
@@ -40,13 +38,14 @@ def describe(folder: str | Path) -> dict[str, Any]:
             "qk": 2 * entry["rope_pairs"] + entry["qk_plain"],
             "vo": entry["value_dim"],
         }
-        dense = _dense_parameters(own, config, ranks, d_head)
+        cost = architecture.rank_costs(dims, lambda path, own=own: f".{path}.bias" in own)
+        dense = sum(own.values()) + sum(cost[module] * (full[module] - ranks[module]) for module in full)
         layers.append(
             {
                 "ranks": ranks,
                 "parameters": sum(own.values()),
                 "sparsity": 1 - sum(own.values()) / dense,
-                "kv_bytes_per_token": n_kv_heads * (ranks["qk"] + ranks["vo"]) * element,
+                "kv_bytes_per_token": dims.n_kv_heads * (ranks["qk"] + ranks["vo"]) * element,
                 "dense_parameters": dense,
             }
         )
@@ -57,11 +56,11 @@ def describe(folder: str | Path) -> dict[str, Any]:
         "model_type": config["model_type"],
         "format_version": config["modegpt"]["version"],
         "dtype": str(config.get("dtype") or config.get("torch_dtype")),
-        "dense": {"mlp": _dense_width(config), "qk": d_head, "vo": d_head},
+        "dense": full,
         "parameters": {"dense": total + dense - kept, "compressed": total},
         "sparsity": {"blocks": 1 - kept / dense, "total": (dense - kept) / (total + dense - kept)},
         "kv_bytes_per_token": {
-            "dense": len(layers) * 2 * n_kv_heads * d_head * element,
+            "dense": len(layers) * 2 * dims.n_kv_heads * dims.d_head * element,
             "compressed": sum(layer["kv_bytes_per_token"] for layer in layers),
         },
         "file_bytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
@@ -103,26 +102,11 @@ def _element_bytes(tensors: dict[str, Entry]) -> int:
     return max((BYTES[entry.dtype] for entry in tensors.values() if entry.dtype in BYTES), default=0)
 
 
-def _dense_width(config: dict[str, Any]) -> int:
+def _dense_sizes(config: dict[str, Any]) -> tuple[Architecture, Dimensions]:
+    """Return the family and the sizes of the dense model that a checkpoint came from."""
     architecture = ARCHITECTURES[config["model_type"].removeprefix(MODEL_TYPE_PREFIX)]
-    return config[architecture.width]
-
-
-def _dense_parameters(own: dict[str, int], config: dict[str, Any], ranks: dict[str, int], d_head: int) -> int:
-    """Return what one block had before: each narrowed projection scales with the dimension that was cut."""
-    names = config["modegpt"]["architecture"]
-    attention, width = names["attention"], _dense_width(config)
-    scale = {f".{up}.": (width, ranks["mlp"]) for up in names["up"]}
-    for role in ("query", "key"):
-        scale[f".{attention}.{names[role]}."] = d_head, ranks["qk"]
-    scale[f".{attention}.{names['value']}."] = d_head, ranks["vo"]
-    total = 0
-    for name, size in own.items():
-        if name == f".{names['down']}.weight":
-            total += size * width // ranks["mlp"]
-        elif name == f".{attention}.{names['output']}.weight":
-            total += size * d_head // ranks["vo"]
-        else:
-            dense, kept = next((pair for prefix, pair in scale.items() if name.startswith(prefix)), (1, 1))
-            total += size * dense // kept
-    return total
+    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
+    opened: Any = compressed_class(f"{architecture.name}Config")
+    opened = opened.from_dict(fields)
+    architecture = architecture.resolve(opened)
+    return architecture, Dimensions.of(architecture, opened)

@@ -19,7 +19,6 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward as common_eager
 from transformers.pytorch_utils import Conv1D
 
 PREFIX = "Modegpt"
@@ -166,7 +165,7 @@ class CompressedAttention:
     @property
     def _dropout(self) -> float:
         own: Any = getattr(self, self._names["dropout"], 0.0)
-        return own.p if isinstance(own, nn.Module) else own
+        return getattr(own, "p", own)
 
 
 def _needs_equal_dims(implementation: str, n_queries: int) -> bool:
@@ -233,8 +232,11 @@ class CompressedModel(_ModelBase):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # The stock check reads the source file of the class, and this file holds no stock attention.
-        return cls._stock._can_set_attn_implementation()
+        return True  # the stock check looks for an attention class in this file's source, and finds none
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls._stock._can_set_experts_implementation()  # as above; the experts are the stock ones
 
     def _get_static_cache_init_shape(self) -> None:
         # Layers differ in head dims and keys differ from values: let the cache take its shapes from the first update.
@@ -277,13 +279,10 @@ def shrink_block(
     rows: Counter[Any] = Counter()
     for role, size in (("query", n_heads * qk_dim), ("key", n_kv_heads * qk_dim), ("value", n_kv_heads * value_dim)):
         rows[attention.get_submodule(names[role])] += size
-    for name in names["up"]:
-        rows[block.get_submodule(name)] += layer["mlp_width"]
     for module, size in rows.items():
         resize(module, rows=size)
     resize(attention.get_submodule(names["output"]), columns=n_heads * value_dim)
-    if names["down"]:
-        resize(block.get_submodule(names["down"]), columns=layer["mlp_width"])
+    shrink_mlp(block, architecture, layer["mlp_width"])
 
     attention.__class__ = compressed_attention_class(type(attention))
     attention._names = {name: names[name] for name in (*ATTENTION_DEFAULTS, *ROLES, "scale_query")}
@@ -294,6 +293,17 @@ def shrink_block(
         device = attention.get_submodule(names["query"]).weight.device
         index = torch.arange(layer["rope_pairs"], device=device).repeat(n_kv_heads, 1)
         attention.register_buffer("rope_index", index)
+
+
+def shrink_mlp(block: nn.Module, architecture: dict[str, Any], width: int) -> None:
+    """Narrow the MLP alone, in place; arguments as for `shrink_block`."""
+    rows: Counter[Any] = Counter()
+    for name in architecture["up"]:
+        rows[block.get_submodule(name)] += width
+    for module, size in rows.items():
+        resize(module, rows=size)
+    if architecture["down"]:
+        resize(block.get_submodule(architecture["down"]), columns=width)
 
 
 def resize(linear: Any, rows: int | None = None, columns: int | None = None) -> None:
@@ -317,11 +327,19 @@ def compressed_attention_class(stock: type) -> type:
     members = {
         "__module__": __name__,
         "__doc__": stock.__doc__,
-        # Found here, once: a family's own eager attention (soft capping, say) serves the compressed heads too. One
-        # that has it inside its forward gets the common one.
-        "_eager": staticmethod(getattr(sys.modules[stock.__module__], "eager_attention_forward", common_eager)),
+        # Found here, once: a family's own eager attention (soft capping, say) serves the compressed heads too.
+        "_eager": staticmethod(_eager_attention(stock)),
     }
     return type(PREFIX + stock.__name__, (CompressedAttention, stock), members)
+
+
+def _eager_attention(stock: type) -> Any:
+    own = getattr(sys.modules[stock.__module__], "eager_attention_forward", None)
+    if own is None:  # it is inside the stock forward (Falcon); the common one does the same
+        from transformers.models.llama.modeling_llama import eager_attention_forward
+
+        return eager_attention_forward
+    return own
 
 
 def _empty_attention(stock: type) -> Any:

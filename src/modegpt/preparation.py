@@ -143,27 +143,25 @@ def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
     """Return the dtype of the written weights."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    return getattr(source.config, "dtype", None) or torch.float32
+    own = getattr(source.config, "dtype", None) or torch.float32
+    return getattr(torch, own) if isinstance(own, str) else own  # saving a model leaves its config with the name
 
 
 def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:
     """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
-
-    def per_output(role: str) -> int:
-        return dims.d_model + (architecture.projection(block, role).bias is not None)
-
-    ups = [block.get_submodule(path) for path in architecture.up]
+    cost = architecture.rank_costs(dims, lambda path: block.get_submodule(path).bias is not None)
     whole = {"qk"} if architecture.norms(block) else set()
+    if architecture.whole_mlp:
+        whole.add("mlp")
+        # It has no rank to cut, but its size decides the shares of the budget.
+        parameters = block.get_submodule(architecture.whole_mlp).parameters()
+        cost["mlp"] = sum(parameter.numel() for parameter in parameters) // dims.d_int
     return LayerSizes(
         full={"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head},
-        cost={
-            "mlp": sum(dims.d_model + (up.bias is not None) for up in ups) + dims.d_model,
-            "qk": dims.n_heads * per_output("query") + dims.n_kv_heads * per_output("key"),
-            "vo": dims.n_kv_heads * per_output("value") + dims.n_heads * dims.d_model,
-        },
+        cost=cost,
         step={"mlp": 1, "qk": 2 if dims.rotary_dim else 1, "vo": 1},
         total=sum(parameter.numel() for parameter in block.parameters()),
-        whole=frozenset(whole if architecture.down else whole | {"mlp"}),
+        whole=frozenset(whole),
     )
 
 

@@ -29,6 +29,10 @@ class Scorer(Protocol):
 class InfluenceScorer:
     """Block Influence of every layer, or of its attention and MLP apart.
 
+    Apart, attention is scored from the block's input `x` to the residual stream after it (its own norm included where
+    the family has one), and the MLP from there to the block's output. In a parallel block there is no such stream:
+    each is scored by what it alone adds, `x` to `x + attention` and `x` to `x + MLP`.
+
     Args:
         n_layers: of the model.
         architecture: tells where the residual stream between attention and MLP is read.
@@ -44,18 +48,32 @@ class InfluenceScorer:
     @contextmanager
     def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
         """See `Scorer.watch`."""
-        middle: list[Tensor] = []
-        hook = None
-        if self._apart:
-            norm = self._architecture.middle_module(block)
-            hook = norm.register_forward_pre_hook(lambda _module, inputs: middle.append(inputs[0]))
+        seen: list[Tensor] = []
 
         def add(before: Tensor, after: Tensor) -> None:
-            self._meter.update(index, before, *(states.reshape(before.shape) for states in middle), after)
-            middle.clear()
+            states = [state.reshape(before.shape) for state in seen]
+            seen.clear()
+            if self._apart and self._architecture.parallel:
+                (attention,) = states
+                self._meter.update_parts(index, (before, before + attention), (before, after - attention))
+            else:
+                self._meter.update(index, before, *states, after)
 
-        try:
+        with self._read(block, seen):
             yield add
+
+    @contextmanager
+    def _read(self, block: nn.Module, seen: list[Tensor]) -> Iterator[None]:
+        """Note, at each pass, what attention adds in a parallel block, else the residual stream after it."""
+        hook = None
+        if self._apart and self._architecture.parallel:
+            attention = block.get_submodule(self._architecture.attention)
+            hook = attention.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
+        elif self._apart:
+            middle = self._architecture.middle_module(block)
+            hook = middle.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+        try:
+            yield
         finally:
             if hook is not None:
                 hook.remove()

@@ -6,7 +6,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, OPTConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    StableLmConfig,
+)
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
 
@@ -27,7 +48,9 @@ SIZES: dict[str, Any] = {
     # No end token: every generation has the length that was asked for.
     "eos_token_id": None,
 }
-OPT_SIZES = {name: value for name, value in SIZES.items() if name != "intermediate_size"} | {"ffn_dim": 40}
+NO_WIDTH = {name: value for name, value in SIZES.items() if name != "intermediate_size"}
+OPT_SIZES = {**NO_WIDTH, "ffn_dim": 40}
+HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 
 
@@ -37,6 +60,12 @@ class Family:
 
     name: str
     config: Callable[[], PreTrainedConfig]
+    whole: tuple[str, ...] = ()
+    """Modules that must keep their full rank."""
+    same_bits: bool = True
+    """Whether the full-rank model does the stock operations in the stock order."""
+    exact: float = 1e-11
+    """Allowed difference of logits in float64: a few hundred operations, each rounding at 1e-16 of logits near 10."""
 
     @property
     def architecture(self) -> Architecture:
@@ -63,13 +92,17 @@ class Family:
         dims = self.dims
         shares = [(0.65, 0.75, 0.375), (0.5, 0.375, 0.625), (1.0, 1.0, 0.25)]
         step = 2 if dims.rotary_dim else 1
-        return [
+        ranks = [
             {
                 "mlp": round(mlp * dims.d_int),
                 "qk": -(-round(qk * dims.d_head) // step) * step,
                 "vo": round(vo * dims.d_head),
             }
             for mlp, qk, vo in shares
+        ]
+        return [
+            {**rank, **{module: full[module] for module in self.whole}}
+            for rank, full in zip(ranks, self.full_ranks(), strict=True)
         ]
 
     def full_ranks(self) -> list[dict[str, int]]:
@@ -98,6 +131,94 @@ FAMILIES = [
     Family(
         "opt-post-norm",
         lambda: OPTConfig(**OPT_SIZES, do_layer_norm_before=False, word_embed_proj_dim=16, tie_word_embeddings=False),
+    ),
+    Family("qwen3", lambda: Qwen3Config(**SIZES, **GROUPED, head_dim=16), whole=("qk",)),
+    Family("gemma", lambda: GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=16)),
+    Family(
+        "gemma2",
+        lambda: Gemma2Config(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=WINDOW,
+            # Low enough that both caps bend what they cap.
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=20.0,
+        ),
+    ),
+    Family(
+        "gemma3_text",
+        lambda: Gemma3TextConfig(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            # Tied to embeddings as large as Gemma's, a random model says its last token for ever.
+            tie_word_embeddings=False,
+        ),
+        whole=("qk",),
+    ),
+    Family("olmo2", lambda: Olmo2Config(**SIZES, **GROUPED), whole=("qk",)),
+    Family("stablelm", lambda: StableLmConfig(**SIZES, **GROUPED, use_qkv_bias=True, rope_parameters=HALF_ROTARY)),
+    Family(
+        "stablelm-parallel-norm",
+        lambda: StableLmConfig(
+            **SIZES, **GROUPED, use_parallel_residual=True, qk_layernorm=True, rope_parameters=HALF_ROTARY
+        ),
+        whole=("qk",),
+    ),
+    Family(
+        "granite",
+        lambda: GraniteConfig(
+            **SIZES,
+            **GROUPED,
+            attention_bias=True,
+            embedding_multiplier=2.0,
+            residual_multiplier=0.5,
+            attention_multiplier=0.25,
+            logits_scaling=2.0,
+        ),
+    ),
+    Family("phi", lambda: PhiConfig(**SIZES, rope_parameters=HALF_ROTARY)),
+    Family(
+        "phi-norm", lambda: PhiConfig(**SIZES, **GROUPED, qk_layernorm=True, rope_parameters=HALF_ROTARY), whole=("qk",)
+    ),
+    Family("phi3", lambda: Phi3Config(**SIZES, **GROUPED, sliding_window=WINDOW)),
+    Family("phi3-partial", lambda: Phi3Config(**SIZES, **GROUPED, rope_parameters=HALF_ROTARY)),
+    Family("gpt2", lambda: GPT2Config(**NO_WIDTH, scale_attn_by_inverse_layer_idx=True)),
+    Family("gpt_neox", lambda: GPTNeoXConfig(**SIZES, rope_parameters=HALF_ROTARY)),
+    Family(
+        "gpt_neox-sequential",
+        lambda: GPTNeoXConfig(**SIZES, rope_parameters=HALF_ROTARY, use_parallel_residual=False),
+    ),
+    # Falcon's own attention divides by the root of the head dim, and leaves repeating the key heads to the kernel.
+    Family("falcon", lambda: FalconConfig(**NO_WIDTH), same_bits=False),
+    Family(
+        "falcon-grouped",
+        lambda: FalconConfig(**NO_WIDTH, new_decoder_architecture=True, num_kv_heads=2, bias=True),
+        same_bits=False,
+    ),
+    Family(
+        "falcon-sequential",
+        lambda: FalconConfig(**NO_WIDTH, multi_query=False, parallel_attn=False, bias=True),
+        same_bits=False,
+    ),
+    # A head's coordinates are added up in another order; and the stock model rotates in float32, in float64 too.
+    Family("cohere", lambda: CohereConfig(**SIZES, **GROUPED, attention_bias=True), same_bits=False, exact=1e-4),
+    Family(
+        "cohere-norm",
+        lambda: CohereConfig(**SIZES, **GROUPED, use_qk_norm=True),
+        whole=("qk",),
+        same_bits=False,
+        exact=1e-4,
+    ),
+    Family(
+        "mixtral",
+        lambda: MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=WINDOW),
+        whole=("mlp",),
     ),
 ]
 

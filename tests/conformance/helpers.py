@@ -26,7 +26,9 @@ def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]]) -> 
     """Compress a copy of `dense` to `ranks`, with the moments of the dense model on random tokens."""
     model, architecture, dims = copy.deepcopy(dense), family.architecture, family.dims
     blocks = decoder_layers(model, architecture.describe())
-    moments = [BlockMoments.zeros(dims) for _ in blocks]
+    config = CompressionConfig(solver=solver)
+    names = [needed_moments(MODULES, block, architecture, dims, config) for block in blocks]
+    moments = [BlockMoments.zeros(dims, needed) for needed in names]
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for block, of_block in zip(blocks, moments, strict=True):
             stack.enter_context(record_moments(block, architecture, dims, of_block))
@@ -40,6 +42,14 @@ def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]]) -> 
     return build(compressed_config(dense.config, architecture, layers), model.state_dict())
 
 
+def in_float64(model: Any) -> Any:
+    """Return a copy of the model in float64."""
+    model = copy.deepcopy(model).double()
+    if hasattr(model.config, "num_local_experts"):
+        model.set_experts_implementation("eager")  # the default one is for narrower types
+    return model
+
+
 def densify(family: Family, compressed: Any, dense: Any) -> Any:
     """Return a stock dense model that computes what `compressed` should: its weights, and zeros where they end.
 
@@ -47,7 +57,7 @@ def densify(family: Family, compressed: Any, dense: Any) -> Any:
     its rotary pair stands in the dense head, which decides its frequency.
     """
     architecture, dims = family.architecture, family.dims
-    model = copy.deepcopy(dense).to(compressed.dtype)
+    model = in_float64(dense) if compressed.dtype == torch.float64 else copy.deepcopy(dense)
     own_blocks = decoder_layers(compressed, architecture.describe())
     prefix = next(name for name, module in compressed.named_modules() if module is own_blocks)
     outside = {name: tensor for name, tensor in compressed.state_dict().items() if not name.startswith(prefix)}

@@ -54,13 +54,13 @@ def test_saving_again_gives_the_same_bytes(reopened, pair: Pair):
 
 def test_the_config_keeps_the_dense_fields_and_describes_the_layers(pair: Pair, folders: dict[str, Path]):
     saved = json.loads((folders[pair.family.name] / "config.json").read_text())
-    stock = pair.family.architecture.name
+    stock, causal = pair.family.architecture.name, pair.family.architecture.causal_class
     assert saved["model_type"] == f"modegpt_{pair.family.architecture.model_type}"
-    assert saved["architectures"] == [f"Modegpt{stock}ForCausalLM"]
+    assert saved["architectures"] == [f"Modegpt{causal}"]
     assert saved["auto_map"] == {
         "AutoConfig": f"modeling_modegpt.Modegpt{stock}Config",
         "AutoModel": f"modeling_modegpt.Modegpt{stock}Model",
-        "AutoModelForCausalLM": f"modeling_modegpt.Modegpt{stock}ForCausalLM",
+        "AutoModelForCausalLM": f"modeling_modegpt.Modegpt{causal}",
     }
     own = {"model_type", "architectures", "auto_map", "modegpt", "dtype"}
     dense = json.loads(pair.dense.config.to_json_string(use_diff=False))
@@ -96,8 +96,10 @@ def test_bfloat16_keeps_the_rotary_numbers_whole(pair: Pair, folders: dict[str, 
         assert buffer.dtype == torch.int64
         assert torch.equal(buffer, expected[name])
     reference = pair.compressed(tokens()).logits
-    # Rounding to bfloat16 is relative 2^-9; over three layers it stays within a few per cent of the logits.
-    assert (loaded(tokens()).logits - reference).norm() < 0.05 * reference.norm()
+    # Rounding to bfloat16 is relative 2^-9; over three layers it stays within a few per cent of the logits. A token
+    # that two experts are equally fit for can go to the other one.
+    allowed = 0.2 if pair.family.architecture.whole_mlp else 0.05
+    assert (loaded(tokens()).logits - reference).norm() < allowed * reference.norm()
 
 
 @pytest.mark.parametrize("placement", ["auto", {"": "cpu"}])

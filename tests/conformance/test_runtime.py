@@ -45,7 +45,8 @@ def test_compiles_to_one_graph(pair: Pair):
     """The `eager` backend traces as any other and breaks at the same places, without the minutes of code generation."""
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(pair.compressed), fullgraph=True, backend="eager")
-    for ids in (tokens(), tokens(length=11)):
+    # A second length is traced anew with a symbolic one, which takes as long again: for one family.
+    for ids in (tokens(), tokens(length=11))[: 2 if pair.family.name == "llama-grouped" else 1]:
         # Float32 rounding of logits of size 100, should the graph's order of operations differ.
         torch.testing.assert_close(logits(compiled, ids), logits(pair.compressed, ids), rtol=0, atol=1e-3)
 

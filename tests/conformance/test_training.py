@@ -6,7 +6,11 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from peft.utils import constants
+from torch import nn
 from transformers import AutoModelForCausalLM
+
+from modegpt.modeling_modegpt import decoder_layers
 
 from .conftest import Pair
 from .families import tokens
@@ -38,7 +42,9 @@ def test_every_parameter_has_a_gradient_and_checkpointing_does_not_change_it(pai
     model = copy.deepcopy(pair.compressed).train()
     for module in model.modules():
         # Dropout (OPT's default is 0.1) draws its masks anew in each run.
-        if hasattr(module, "dropout"):
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "dropout", None), float):
             module.dropout = 0.0
     plain = {name: gradient.clone() for name, gradient in gradients(model).items()}
     assert [name for name, gradient in plain.items() if not gradient.abs().sum() > 0] == []
@@ -58,17 +64,16 @@ def test_full_fine_tuning_lowers_the_loss_and_is_saved(pair: Pair, tmp_path: Pat
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(BATCH).logits, model(BATCH).logits)
 
 
-TARGETS = {
-    "defaults": None,
-    "attention and MLP": ["q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "up_proj", "down_proj", "fc1", "fc2"],
-    "all-linear": "all-linear",
-}
-
-
-@pytest.mark.parametrize("targets", TARGETS)
+@pytest.mark.parametrize("targets", ["defaults", "every projection"])
 def test_lora(pair: Pair, folders: dict[str, Path], tmp_path: Path, targets: str):
-    folder = folders[pair.family.name]
-    settings = peft.LoraConfig(r=2, target_modules=TARGETS[targets], task_type="CAUSAL_LM")
+    folder, architecture = folders[pair.family.name], pair.family.architecture
+    modules = None
+    if targets == "every projection":
+        linears = architecture.linears(decoder_layers(pair.compressed, architecture.describe())[0])
+        modules = sorted({n.rsplit(".")[-1] for n, module in pair.compressed.named_modules() if module in linears})
+    elif pair.dense.config.model_type not in constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+        pytest.skip("PEFT has no defaults for the dense family")
+    settings = peft.LoraConfig(r=2, target_modules=modules, task_type="CAUSAL_LM")
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
     with torch.no_grad():
         # LoRA's second matrix starts at zero, so the adapter begins as the identity.
@@ -94,13 +99,17 @@ def test_lora(pair: Pair, folders: dict[str, Path], tmp_path: Path, targets: str
 
 
 def test_the_defaults_are_those_of_the_dense_family(pair: Pair):
-    for make in (peft.LoraConfig, peft.IA3Config):
-        chosen = [
-            peft.get_peft_model(copy.deepcopy(model), make(task_type="CAUSAL_LM")).peft_config["default"].target_modules
-            for model in (pair.compressed, pair.dense)
-        ]
-        assert chosen[0] == chosen[1]
-        assert chosen[0]
+    dense = pair.dense.config.model_type
+    for settings, known in (
+        (peft.LoraConfig, constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING),
+        (peft.IA3Config, constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING),
+    ):
+        if dense in known:
+            adapted = peft.get_peft_model(copy.deepcopy(pair.compressed), settings(task_type="CAUSAL_LM"))
+            assert set(adapted.peft_config["default"].target_modules) == set(known[dense])
+        else:
+            with pytest.raises(ValueError, match="target_modules"):
+                peft.get_peft_model(copy.deepcopy(pair.compressed), settings(task_type="CAUSAL_LM"))
 
 
 @pytest.mark.parametrize("peft_first", [True, False])

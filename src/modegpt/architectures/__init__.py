@@ -3,13 +3,50 @@
 from typing import Any
 
 from ..errors import InputError
+from .cohere import COHERE
+from .falcon import FALCON
+from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from .gpt2 import GPT2
+from .gpt_neox import GPT_NEOX
+from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
+from .olmo2 import OLMO2
 from .opt import OPT
+from .phi import PHI, PHI3
 from .qwen2 import QWEN2
+from .qwen3 import QWEN3
 from .spec import Architecture, Dimensions
+from .stablelm import STABLELM
 
-ARCHITECTURES: dict[str, Architecture] = {a.model_type: a for a in (LLAMA, MISTRAL, QWEN2, OPT)}
+ARCHITECTURES: dict[str, Architecture] = {
+    architecture.model_type: architecture
+    for architecture in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA,
+        GEMMA2,
+        GEMMA3_TEXT,
+        OLMO2,
+        STABLELM,
+        GRANITE,
+        PHI,
+        PHI3,
+        OPT,
+        GPT2,
+        GPT_NEOX,
+        FALCON,
+        COHERE,
+        MIXTRAL,
+    )
+}
+
+_ALIBI = "its ALiBi positions are added to the scores by its own attention, which the compressed one replaces"
+REFUSED = {"bloom": _ALIBI, "mpt": _ALIBI}
+"""Families that were looked at and left out, with the reason."""
 
 
 def architecture_of(config: Any) -> Architecture:
@@ -23,8 +60,9 @@ def architecture_of(config: Any) -> Architecture:
     if getattr(config, "modegpt", None):
         raise InputError(f"the model is already compressed (model_type '{model_type}'): give the dense model")
     if model_type not in ARCHITECTURES:
+        reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
         raise InputError(
-            f"model type '{model_type}' is not supported; supported are: {', '.join(sorted(ARCHITECTURES))}"
+            f"model type '{model_type}' is not supported{reason}; supported are: {', '.join(sorted(ARCHITECTURES))}"
         )
     return ARCHITECTURES[model_type].resolve(config)
 

@@ -1,5 +1,6 @@
 """What the compressor must know of a model family, as data."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -34,7 +35,9 @@ class Architecture:
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Every projection into the MLP's intermediate space, from the block; a fused one is named once for each part."""
     down: str = "mlp.down_proj"
-    """The projection out of it. Empty, with `up`, where the MLP stays whole."""
+    """The projection out of it."""
+    whole_mlp: str = ""
+    """An MLP that has no rank (a mixture of experts), from the block; `up` and `down` are then empty."""
     query_norm: str = ""
     key_norm: str = ""
     """Norms of queries and keys, from the attention module; a block without such a module has none."""
@@ -104,6 +107,24 @@ class Architecture:
         roles = [self.projection(block, role) for role in ("query", "key", "value", "output")]
         paths = ([self.down] if self.down else []) + list(self.up)
         return list(dict.fromkeys(roles + [block.get_submodule(path) for path in paths]))
+
+    def rank_costs(self, dims: "Dimensions", has_bias: Callable[[str], bool]) -> dict[str, int]:
+        """Return the parameters that one unit of rank holds, by module; `mlp` is 0 where the MLP has no rank.
+
+        Args:
+            dims: the dense model's sizes.
+            has_bias: tells of a linear module, by its path from the block, whether it has a bias.
+        """
+
+        def inputs(path: str) -> int:
+            return dims.d_model + has_bias(path)
+
+        query, key, value = (f"{self.attention}.{name}" for name in (self.query, self.key, self.value))
+        return {
+            "mlp": sum(inputs(path) for path in self.up) + (dims.d_model if self.down else 0),
+            "qk": dims.n_heads * inputs(query) + dims.n_kv_heads * inputs(key),
+            "vo": dims.n_kv_heads * inputs(value) + dims.n_heads * dims.d_model,
+        }
 
     def norms(self, block: nn.Module) -> list[Any]:
         """Return the norms of queries and keys that a block has."""

@@ -1,0 +1,40 @@
+"""GPT-2."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from .spec import Architecture
+
+
+@dataclass(frozen=True)
+class Gpt2Architecture(Architecture):
+    """GPT-2; as a decoder alone."""
+
+    def resolve(self, config: Any) -> Architecture:
+        """Refuse cross attention, whose second attention module has no ranks here."""
+        if config.add_cross_attention:
+            raise InputError("the model has cross attention (add_cross_attention); give a decoder without it")
+        return super().resolve(config)
+
+
+GPT2 = Gpt2Architecture(
+    model_type="gpt2",
+    name="GPT2",
+    causal_lm="GPT2LMHeadModel",
+    layers="h",
+    attention="attn",
+    query="c_attn",
+    key="c_attn",
+    value="c_attn",
+    output="c_proj",
+    up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    middle="ln_2",
+    width="n_inner",
+    rotary=False,
+    dropout="attn_dropout",
+    output_dropout="resid_dropout",
+    notes="GPT-2, DistilGPT-2; fused and transposed projections, learned positions: query-key coordinates are "
+    "chosen singly",
+)

@@ -1,0 +1,9 @@
+"""Granite 3 (dense)."""
+
+from .spec import Architecture
+
+GRANITE = Architecture(
+    model_type="granite",
+    name="Granite",
+    notes="Granite 3, dense; attention, residual and embedding multipliers",
+)

@@ -1,0 +1,114 @@
+"""A whole run on every family: scores, budget, report, what stays whole, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import BloomConfig, FalconConfig, GPT2Config
+
+from modegpt.architectures import architecture_of
+from modegpt.compress import compress
+from modegpt.config import CompressionConfig
+from modegpt.errors import InputError
+from modegpt.inspection import describe
+from modegpt.modeling_modegpt import decoder_layers
+from modegpt.preparation import layer_sizes
+
+from .conftest import Pair
+from .families import NO_WIDTH, tokens
+
+WINDOWS = tokens(rows=6, length=16, seed=3)
+
+
+def test_modules_stay_whole_where_the_family_needs_it(pair: Pair):
+    architecture, dims = pair.family.architecture, pair.family.dims
+    for block in decoder_layers(pair.dense, architecture.describe()):
+        assert layer_sizes(block, architecture, dims).whole == set(pair.family.whole)
+
+
+def cosine_loss(before: torch.Tensor, after: torch.Tensor) -> float:
+    return 1 - nn.functional.cosine_similarity(before.double(), after.double(), dim=-1).mean().item()
+
+
+def expected_scores(pair: Pair) -> list[list[float]]:
+    """Influence of attention and MLP, from what each adds to the residual stream of the dense model."""
+    architecture = pair.family.architecture
+    blocks = decoder_layers(pair.dense, architecture.describe())
+    seen: dict[nn.Module, Any] = {}
+    hooks = []
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:
+        # Falcon adds the attention's output to the MLP's in place.
+        seen[module] = (inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone())
+
+    for block in blocks:
+        last = next(name for name in ("post_feedforward_layernorm", "mlp", "fc2") if hasattr(block, name))
+        hooks += [module.register_forward_hook(note) for module in (block, block.get_submodule(last))]
+    with torch.no_grad():
+        pair.dense(WINDOWS)
+    for hook in hooks:
+        hook.remove()
+    scores = []
+    for block in blocks:
+        last = next(name for name in ("post_feedforward_layernorm", "mlp", "fc2") if hasattr(block, name))
+        (before, after), (_, added) = seen[block], seen[block.get_submodule(last)]
+        added = added.view(before.shape) * getattr(block, "residual_multiplier", 1.0)
+        if architecture.parallel:
+            scores.append([cosine_loss(before, after - added), cosine_loss(before, before + added)])
+        else:
+            scores.append([cosine_loss(before, after - added), cosine_loss(after - added, after)])
+    return scores
+
+
+def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
+    config = CompressionConfig(sparsity=0.05, allocation="influence-blocks", batch_size=4)
+    compressed = compress(pair.dense, WINDOWS, config)
+    report = compressed.modegpt_report
+    assert report["parameters"] == {
+        "dense": pair.dense.num_parameters(),
+        "compressed": compressed.num_parameters(),
+    }
+    # One step of the coarsest module, of a block of about 8,000 parameters.
+    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=0.02)
+    dims = pair.family.dims
+    full = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}
+    for module in full:
+        said = [warning for warning in report["warnings"] if warning.startswith(f"{module} stays whole in every layer")]
+        assert bool(said) == (module in pair.family.whole)
+        if said:
+            assert all(layer["ranks"][module] == full[module] for layer in report["layers"])
+    if pair.family.name != "opt-post-norm":  # its stream after attention passes a norm before the MLP adds to it
+        scores = torch.tensor(report["allocation"]["scores"])
+        # float32 states, read at other places.
+        torch.testing.assert_close(scores, torch.tensor(expected_scores(pair)), rtol=0, atol=1e-5)
+
+
+def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: Path):
+    """Streamed from shards, block by block, and written layer by layer; `info` then counts what the report says."""
+    pair.dense.save_pretrained(tmp_path / "dense")
+    config = CompressionConfig(sparsity=0.05, batch_size=4)
+    expected = compress(pair.dense, WINDOWS, config)
+    written = compress(str(tmp_path / "dense"), WINDOWS, config, out=tmp_path / "out")
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(written.state_dict()[name], tensor), name
+    whole = [warning for warning in written.modegpt_report["warnings"] if "loaded whole" in warning]
+    # Mixtral's files hold each expert apart, and GPT-NeoX's call the head otherwise than the modules do.
+    assert bool(whole) == (pair.family.architecture.model_type in ("mixtral", "gpt_neox"))
+    found = describe(tmp_path / "out")
+    assert found["parameters"] == written.modegpt_report["parameters"]
+    assert found["sparsity"]["blocks"] == pytest.approx(written.modegpt_report["sparsity"]["blocks"], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (FalconConfig(**NO_WIDTH, alibi=True), "ALiBi"),
+        (BloomConfig(), "'bloom' is not supported.*ALiBi"),
+        (GPT2Config(**NO_WIDTH, add_cross_attention=True), "cross attention"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_reason(config: Any, reason: str):
+    with pytest.raises(InputError, match=reason):
+        architecture_of(config)
