@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def architecture_table() -> str:
     """The table as the README must have it: one row a family, in the order of the registry."""
-    rows = [f"| `{a.model_type}` | `{a.name}ForCausalLM` | {a.notes} |" for a in ARCHITECTURES.values()]
+    rows = [f"| `{a.model_type}` | `{a.causal_class}` | {a.notes} |" for a in ARCHITECTURES.values()]
     return "\n".join(["| `model_type` | class | covers |", "|---|---|---|", *rows])
 
 
