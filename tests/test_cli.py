@@ -189,7 +189,10 @@ def test_eval_measures_tasks(run: tuple[Path, Result], task_file: Path):
     assert found["results"] == []
     about = found["protocol"]
     assert (about["limit"], about["batch_size"], about["num_fewshot"]) == (6, 3, 0)
-    assert about["lm_eval"]
+    documented = (Path(__file__).parents[1] / "docs" / "json-output.md").read_text(encoding="utf-8")
+    section = documented.split("## `eval`")[1].split("\n## ")[0]
+    for key in {*found, *found["models"][0], *entry, *found["mean"], *about} - {"command", "versions", "machine"}:
+        assert f"`{key}`" in section or f"`{key}[" in section or f".{key}`" in section, key
     shown = modegpt(*call)
     assert f"{expected.mean.acc:.2%}" in shown.stdout
     assert shown.stderr == ""

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
+import huggingface_hub
 import lm_eval.api.task
 import lm_eval.tasks
 import pytest
@@ -22,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from modegpt import CompressionConfig, InputError, MissingExtraError, NumericalError, compress, evaluate_tasks
 from modegpt.calibration import draw_windows, tokenize
+from modegpt.harness import _manager
 from modegpt.zero_shot import PRESETS, open_tasks
 
 WORDS = ("a list", "a mapping of keys", "an integer", "the name", "one or more statements", "None", "an exception")
@@ -292,10 +295,54 @@ def test_wrong_calls_are_told(networks: dict[str, PreTrainedModel], tokenizer: A
             evaluate_tasks(networks["dense"], tokenizer, [file], **{name: 0})
 
 
-def test_the_papers_tasks_are_known_to_lm_eval():
-    known = TaskManager().all_subtasks
+def test_a_task_by_name(
+    networks: dict[str, PreTrainedModel],
+    tokenizer: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+):
+    """lm-eval's lambada_openai itself, whose data lie in a folder that `datasets` prefers to the hub's of that name."""
+    model = networks["dense"]
+    local, hub = rows("greedy", model, tokenizer)
+    folder = tmp_path / "EleutherAI" / "lambada_openai"
+    folder.mkdir(parents=True)
+    write(folder / "test.jsonl", hub)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    named, read = evaluate_tasks(
+        model, tokenizer, ["lambada_openai", write(tmp_path / "local.jsonl", local)], batch_size=4
+    ).tasks
+    assert (named.task, named.source, named.version) == ("lambada_openai", "lm-eval", 1.0)
+    assert (named.acc, named.acc_stderr, named.samples) == (read.acc, read.acc_stderr, LINES)
+    # Its perplexity would be bootstrapped, with lines on both streams.
+    assert capfd.readouterr() == ("", "")
+
+
+def test_names_are_checked_and_data_that_cannot_be_fetched_are_told(monkeypatch: pytest.MonkeyPatch):
+    known = _manager().all_subtasks  # kept between calls: reading it takes seconds
     assert [len(names) for names in PRESETS.values()] == [5, 11]
     assert [name for names in PRESETS.values() for name in names if name not in known] == []
+    for module in (huggingface_hub.constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", True)
+    for name in ("piqa", "gsm8k"):
+        with pytest.raises(InputError, match=rf"task '{name}' cannot be fetched.*\.jsonl"):
+            open_tasks([name])
+
+
+def test_a_task_without_acc_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "openai" / "gsm8k"
+    folder.mkdir(parents=True)
+    for split in ("train", "test"):
+        write(folder / f"{split}.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n"
+        "  - {split: train, path: train.jsonl}\n  - {split: test, path: test.jsonl}\n---\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with pytest.raises(InputError, match="'gsm8k' is scored by exact_match on generate_until"):
+        open_tasks(["gsm8k"])
 
 
 def test_a_missing_lm_eval_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import datasets
@@ -101,13 +101,19 @@ def registered(names: Sequence[str]) -> dict[str, list[Any]]:
     """
     if not names:
         return {}
-    manager = TaskManager()  # reads lm-eval's thousands of definitions
+    manager = _manager()
     for name in names:
         if name not in manager.task_index:
             close = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f"did you mean {' or '.join(close)}? Otherwise " if close else ""
             raise InputError(f"task '{name}' is unknown; {hint}give a name that lm-eval lists, or a .jsonl file")
     return {name: _fetched(manager, name) for name in names}
+
+
+@cache
+def _manager() -> TaskManager:
+    """Return lm-eval's list of its thousands of definitions, which takes seconds to read."""
+    return TaskManager()
 
 
 def _fetched(manager: TaskManager, name: str) -> list[Any]:
