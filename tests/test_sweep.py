@@ -119,8 +119,11 @@ def test_scores_are_computed_once_and_models_go(tiny_llama_dir: Path, small_text
     told.clear()
     second = sweep(*call, [0.3, 0.4, 0.5], CONFIG, measures(small_text_file), progress=note)
     assert {stage.split()[0] for stage in told} == {"0.5"}
-    assert second["points"][:3] == first["points"]
     assert {name: (tmp_path / "s" / "points" / name).stat().st_mtime_ns for name in stamps} == stamps
+    assert second["points"][:3] == first["points"]
+    third = sweep(*call, [0.3], CONFIG, measures(small_text_file), keep_models=True)
+    assert third["points"][1]["perplexity"][0]["nll"] == first["points"][1]["perplexity"][0]["nll"]
+    assert [folder.name for folder in (tmp_path / "s" / "models").iterdir()] == ["0.3"]
 
 
 def test_other_settings_are_refused_until_overwritten(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):

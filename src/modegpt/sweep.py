@@ -167,7 +167,9 @@ class _Sweep:
             return None
         point = json.loads(file.read_text(encoding="utf-8"))
         check_fingerprint(point["fingerprint"], self._fingerprint(config), file)
-        return point
+        # A checkpoint that is wanted now and was not kept then takes the whole point again.
+        missing = config is not None and self.keep_models and not (self.out / "models" / name).is_dir()
+        return None if missing else point
 
     def measure_dense(self) -> dict[str, Any]:
         """Measure the dense model."""
