@@ -13,6 +13,8 @@ from .datasets_known import KNOWN, PYTHON_DOCS, RECORD_SEPARATOR, SPLITS, check_
 from .errors import InputError, MissingExtraError
 
 TEXT_KEYS = ("text", "content", "sentence")
+REPLACED = 0.3
+"""Share of the tokens that a coverage window has at random."""
 ALPACA_KEYS = ("instruction", "input", "output")
 
 _ALPACA_WITH_INPUT = (
@@ -227,3 +229,25 @@ _READERS: dict[str, Callable[[Path], str]] = {
     ".parquet": _read_parquet,
 }
 _FILE_KINDS = "a .txt, .jsonl, .json or .parquet file"
+
+
+def with_coverage(windows: Tensor, share: float, vocab_size: int, seed: int) -> Tensor:
+    """Return the windows and copies of some of them in which tokens are replaced by random ones.
+
+    A calibration text holds a fraction of the vocabulary, and what is removed because no token of it needed it is
+    missed on other text. Copies with strange tokens in real contexts make the moments cover the rest.
+
+    Args:
+        windows: `(samples, seq_len)` token ids.
+        share: copies to add, as a share of the windows; evenly spaced ones are copied, at least one if `share > 0`.
+        vocab_size: tokens are drawn from all of it, alike.
+        seed: of the draw.
+    """
+    if not share:
+        return windows
+    generator = torch.Generator().manual_seed(seed)
+    count = max(1, round(share * len(windows)))
+    copies = windows[torch.arange(count) * len(windows) // count].clone()
+    replaced = torch.rand(copies.shape, generator=generator) < REPLACED
+    copies[replaced] = torch.randint(vocab_size, (int(replaced.sum()),), generator=generator, dtype=copies.dtype)
+    return torch.cat((windows, copies))

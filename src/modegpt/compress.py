@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .allocation import Allocation, LayerSizes, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, run_block
+from .calibration import with_coverage
 from .checkpoint import build, check_output, compressed_config
 from .config import CompressionConfig
 from .distributed import Team, join_team
@@ -22,12 +23,12 @@ from .errors import NumericalError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
 from .models import resolve_device
-from .moments import BlockMoments, record_moments
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import make_scorer
-from .surgery import BlockOutcome, compress_block, rounded_tensors
+from .staged import measure_and_compress
+from .surgery import BlockOutcome, rounded_tensors
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores` or `compress`), the blocks done, and the blocks in all."""
@@ -209,7 +210,7 @@ class Run:
         scorer = make_scorer(rule, dims.n_layers, self.source.architecture, threshold, self.team)
         if scorer is None:
             return None
-        calibration = self._embed()
+        calibration = self._embed(self.text.windows)
         for index in range(dims.n_layers):
             with self.watch.stage("load"):
                 block = self.source.blocks.peek(index, self.device)
@@ -248,7 +249,9 @@ class Run:
             read: gives a layer that an earlier try finished, or None.
             keep: takes the tensors of a layer that is done, by their names in the model.
         """
-        calibration = self._embed()
+        config = self.config
+        windows = with_coverage(self.text.windows, config.coverage_share, self.source.config.vocab_size, config.seed)
+        calibration = self._embed(windows)
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
         outcomes: list[BlockOutcome] = []
         for index in range(self.source.dims.n_layers):
@@ -274,16 +277,9 @@ class Run:
         source = self.source
         with self.watch.stage("load"):
             block = blocks.take(index)
-        moments = BlockMoments.zeros(source.dims, self.device)
-        with self.watch.stage("moments"), record_moments(block, source.architecture, source.dims, moments):
-            for _ in run_block(block, index, calibration, self.device):
-                pass
-        self.team.sum_moments(moments)
-        moments.check_finite(index)
-        with self.watch.stage("decompose"):
-            outcome = compress_block(
-                block, source.architecture, source.dims, moments, ranks, self.config, source.config, index
-            )
+        outcome = measure_and_compress(
+            block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch
+        )
         return block, outcome
 
     def _restore(self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> nn.Module:
@@ -295,10 +291,10 @@ class Run:
         block.load_state_dict(own)
         return block
 
-    def _embed(self) -> Calibration:
+    def _embed(self, windows: Tensor) -> Calibration:
         with self.watch.stage("embed"):
             hidden = HiddenStates(self.config.max_host_memory)
-            windows = self.team.share(self.text.windows)
+            windows = self.team.share(windows)
             fitting = max(1, TOKENS_PER_BATCH[self.device.type] // windows.shape[1])
             return self.source.blocks.embed(windows, self.config.batch_size or fitting, hidden)
 

@@ -9,7 +9,15 @@ from .errors import InputError
 MODULES = ("mlp", "qk", "vo")
 SAMPLINGS = ("random", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SOLVERS = ("paper",)
+PRESETS = {
+    "paper": {"mlp": "leverage", "qk": "cr", "vo": "svd"},
+    "best": {"mlp": "energy", "qk": "logits", "vo": "context"},
+}
+"""What each value of `solver` stands for, by module."""
+SOLVERS = {module: tuple(preset[module] for preset in PRESETS.values()) for module in MODULES}
+"""The solvers of each module."""
+COVERAGE = 0.25
+"""Share of extra calibration windows that `best` makes (`calibration.coverage_windows`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "plan")
 
 
@@ -43,9 +51,19 @@ class CompressionConfig:
     """Ranks by layer, each with `mlp`, `qk` and `vo`, for the allocation `plan`."""
     modules: tuple[str, ...] = MODULES
     """Which of `mlp`, `qk` (query-key) and `vo` (value-output) to compress."""
-    solver: str = "paper"
+    solver: str = "best"
+    """`paper`, or `best`: closed-form solvers that lose less at the same size (docs/algorithms.md)."""
+    mlp_solver: str | None = None
+    """`leverage` or `energy`; None for what `solver` stands for. So are the next two."""
+    qk_solver: str | None = None
+    """`cr` or `logits`."""
+    vo_solver: str | None = None
+    """`svd` or `context`."""
+    coverage: float | None = None
+    """Extra calibration windows, as a share of `samples`, with tokens that the text does not hold; None for 0.25 with
+    `best` and none with `paper`."""
     ridge: float = 1.0
-    """λ of the MLP's leverage scores, on the unnormalised moment."""
+    """λ of the leverage scores, on the unnormalised moment."""
     dtype: str = "auto"
     """Of the written weights; `auto` keeps the model's. On a CPU the arithmetic is float32 whatever this says."""
     device: str = "auto"
@@ -80,14 +98,30 @@ class CompressionConfig:
         for name, allowed in (
             ("sampling", SAMPLINGS),
             ("allocation", ALLOCATIONS),
-            ("solver", SOLVERS),
+            ("solver", tuple(PRESETS)),
             ("dtype", DTYPES),
         ):
             check_choice(name, getattr(self, name), allowed)
+        for module, solvers in SOLVERS.items():
+            if (chosen := getattr(self, f"{module}_solver")) is not None:
+                check_choice(f"{module}_solver", chosen, solvers)
+        if self.coverage is not None and not 0 <= self.coverage <= 1:
+            raise InputError(f"coverage {self.coverage} is outside [0, 1]: give a share such as 0.25, or 0 for none")
         if not self.modules:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
         for module in self.modules:
             check_choice("modules", module, MODULES)
+
+    def solver_of(self, module: str) -> str:
+        """Return the name of the solver of a module: its own, or what the preset says."""
+        return getattr(self, f"{module}_solver") or PRESETS[self.solver][module]
+
+    @property
+    def coverage_share(self) -> float:
+        """Extra calibration windows, as a share of `samples`."""
+        if self.coverage is not None:
+            return self.coverage
+        return COVERAGE if self.solver == "best" else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""

@@ -4,7 +4,7 @@ Started by `torchrun`, which sets the environment this reads. Gloo joins CPUs, N
 """
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,13 +43,12 @@ class Team:
 
     def sum_moments(self, moments: BlockMoments) -> None:
         """Add the moments of all processes, in place: afterwards every process decomposes the same sums."""
-        if self.size == 1:
+        if self.size == 1 or not moments.sums:
             return
-        count = torch.tensor([moments.n_tokens], dtype=torch.float64, device=moments.mlp.device)
-        for item in fields(moments):
-            value = getattr(moments, item.name)
-            self.sum_(count if isinstance(value, int) else value)
-        moments.n_tokens = int(count)
+        for total in moments.sums.values():
+            self.sum_(total)
+        device = next(iter(moments.sums.values())).device  # NCCL sums what is on its GPU
+        moments.n_tokens = int(self.sum_(torch.tensor([moments.n_tokens], dtype=torch.float64, device=device)))
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add a tensor over all processes, in place.

@@ -57,6 +57,7 @@ class CompressedAttention:
     training: bool
     _eager: Any
     _names: dict[str, Any]
+    _projections: list[tuple[str, Any, Any]]
     _n_heads: int
     _n_kv_heads: int
     _qk_dim: int
@@ -80,17 +81,19 @@ class CompressedAttention:
         query, key = self._normalise(query, names["query_norm"]), self._normalise(key, names["key_norm"])
         if self._rope_pairs:
             assert position_embeddings is not None
-            cos, sin = (self._gather(table) for table in position_embeddings)
-            query = query.unflatten(-2, (self._n_kv_heads, -1))
-            query = self._rotate(query, cos.unsqueeze(-2), sin.unsqueeze(-2)).flatten(-3, -2)
-            key = self._rotate(key, cos, sin)
+            cos, sin = self._tables(*position_embeddings)
+            query = self._rotate(query.unflatten(-2, (self._n_kv_heads, -1)), cos, sin).flatten(-3, -2)
+            key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
         past_key_values = layer_past if past_key_values is None else past_key_values
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, self._eager)
-        if _needs_equal_dims(self.config._attn_implementation, query.shape[-2]):
+        implementation = self.config._attn_implementation
+        if implementation == "sdpa" and self._copies_the_cache(query, key, value, attention_mask):
+            return self._leave(_attend_once(query, key, value, attention_mask, scaling), None)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
+        if _needs_equal_dims(implementation, query.shape[-2]):
             query, key, value = _pad_to_equal_dims(query, key, value)
         if names["softcap"]:
             kwargs["softcap"] = getattr(self, names["softcap"])
@@ -105,34 +108,32 @@ class CompressedAttention:
             sliding_window=self._window(),
             **kwargs,
         )
-        context = context[..., : self._value_dim].reshape(*hidden_states.shape[:-1], -1).contiguous()
-        output = getattr(self, names["output"])(context)
-        return getattr(self, names["output_dropout"])(output) if names["output_dropout"] else output, weights
+        return self._leave(context[..., : self._value_dim], weights)
+
+    def _leave(self, context: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection."""
+        output = getattr(self, self._names["output"])(context.flatten(-2))
+        dropout = self._names["output_dropout"]
+        return getattr(self, dropout)(output) if dropout else output, weights
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each `(batch, tokens, heads, dim)`, from fused or separate projections."""
-        names, groups = self._names, self._n_kv_heads
-        widths = {
-            "query": self._n_heads * self._qk_dim,
-            "key": groups * self._qk_dim,
-            "value": groups * self._value_dim,
-        }
-        states: dict[str, Tensor] = {}
-        for name in dict.fromkeys(names[role] for role in widths):
-            parts = [role for role in widths if names[role] == name]
+        groups, states = self._n_kv_heads, {}
+        for name, roles, widths in self._projections:
             output = getattr(self, name)(hidden_states)
-            if names["by_group"]:
-                split = output.unflatten(-1, (groups, -1)).split([widths[role] // groups for role in parts], dim=-1)
-            else:
-                split = output.split([widths[role] for role in parts], dim=-1)
-            states |= zip(parts, split, strict=True)
+            if len(roles) == 1:
+                states[roles[0]] = output
+                continue
+            if self._names["by_group"]:
+                output = output.unflatten(-1, (groups, -1))
+            states |= zip(roles, output.split(widths, dim=-1), strict=True)
         shape = hidden_states.shape[:-1]
         query = states["query"].reshape(*shape, self._n_heads, self._qk_dim)
         return query, states["key"].reshape(*shape, groups, -1), states["value"].reshape(*shape, groups, -1)
 
     def _normalise(self, states: Tensor, name: str) -> Tensor:
         """Apply the family's norm of queries or keys, if this layer has one; their dims are then the dense ones."""
-        norm = getattr(self, name, None)
+        norm = getattr(self, name, None) if name else None
         if norm is None:
             return states
         if self._names["norm_input"] == "flat":
@@ -143,11 +144,34 @@ class CompressedAttention:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The class is made at run time, so pickle cannot find it by name; the stock class it can.
-        return _empty_attention, (type(self).__mro__[2],), self.__dict__
+        return _empty, (compressed_attention_class, type(self).__mro__[2]), self.__dict__
 
-    def _gather(self, table: Tensor) -> Tensor:
-        """Cosines or sines of each key head's own pairs: `(batch, tokens, r)` to `(batch, tokens, heads, pairs)`."""
-        return table.index_select(-1, self.rope_index.flatten()).unflatten(-1, self.rope_index.shape)
+    def _tables(self, cos: Tensor, sin: Tensor, shared: Any = None) -> tuple[Tensor, Tensor]:
+        """Return this layer's cosines and signed sines, to broadcast over `(batch, tokens, heads, queries, 2, pairs)`.
+
+        When decoding, `CompressedRotary` has gathered them for all layers at once, and this takes its views of them.
+        """
+        shape = self.rope_index.shape
+        if shared is None:
+            index = self.rope_index.flatten()
+            cos, sin = (table.index_select(-1, index).unflatten(-1, shape) for table in (cos, sin))
+            # Both halves in full, so that long prompts are rotated over contiguous memory.
+            cos, sin = torch.stack((cos, cos), dim=-2), torch.stack((-sin, sin), dim=-2)
+        else:
+            cos, sin = shared[self.layer_idx]
+            cos = cos.unflatten(-1, shape).unsqueeze(-2)
+            sin = sin.unflatten(-1, shape).transpose(-2, -3)
+        return cos.unsqueeze(-3), sin.unsqueeze(-3)
+
+    def _copies_the_cache(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+        """Whether SDPA would do so to decode one token: for dims of keys and values that differ, or a group."""
+        if query.shape[-2] != 1 or self.training or self._names["softcap"]:
+            return False
+        if mask is not None and mask.shape[1] != 1:
+            return False
+        # With equal dims, only compiled stock code repeats what a group shares.
+        unequal = key.shape[-1] != value.shape[-1]
+        return unequal or (key.shape[1] != query.shape[1] and torch.compiler.is_compiling())
 
     def _window(self) -> int | None:
         """The layer's sliding window: its own where the family sets one by layer, else the config's."""
@@ -155,12 +179,15 @@ class CompressedAttention:
         return getattr(owner, "sliding_window", None)
 
     def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        pairs = self._rope_pairs
-        first, second, plain = states.split([pairs, pairs, self._qk_dim - 2 * pairs], dim=-1)
+        """Rotate `(batch, tokens, heads, queries, dim)`; each pair is multiplied with its cosine and signed sine."""
+        n_rotated = 2 * self._rope_pairs
+        turned = states if n_rotated == self._qk_dim else states[..., :n_rotated]
+        pairs = turned.unflatten(-1, (2, self._rope_pairs))
         if self._names["upcast_rotary"]:
-            first, second = first.float(), second.float()
-        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1)
-        return rotated.to(states.dtype)  # some families' tables are float32 whatever the model's dtype
+            pairs = pairs.float()
+        turned = (pairs * cos).add_(pairs.flip(-2) * sin).flatten(-2)  # rounded as stock code rounds
+        turned = turned.to(states.dtype)  # some families' tables are float32 whatever the model's dtype
+        return turned if n_rotated == self._qk_dim else torch.cat((turned, states[..., n_rotated:]), dim=-1)
 
     @property
     def _dropout(self) -> float:
@@ -172,11 +199,50 @@ def _needs_equal_dims(implementation: str, n_queries: int) -> bool:
     """Whether query/key and value dims must agree: always for flash kernels; for SDPA when it is faster.
 
     With unequal dims SDPA falls to its unfused path, which costs several times more in prefill; when decoding one
-    token, that path is the faster one and padding would copy the cache.
+    token, padding would copy the cache.
     """
     if implementation == "sdpa":
         return n_queries > 1
     return implementation != "eager"
+
+
+def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attend with one query a head, those of a group side by side against its keys: the cache is read, not copied.
+
+    The softmax is in float32 at least, as in stock attention. Returns contexts, `(batch, 1, heads, value_dim)`.
+    """
+    batch, groups = key.shape[:2]
+    query, key, value = query.reshape(batch * groups, -1, query.shape[-1]), key.flatten(0, 1), value.flatten(0, 1)
+    scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scaling)
+    if mask is not None:
+        scores = scores.unflatten(0, (batch, groups))
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+        scores = scores.flatten(0, 1)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return torch.bmm(weights, value).view(batch, 1, -1, value.shape[-1])
+
+
+class CompressedRotary:
+    """Mixin in front of a stock rotary embedding: when one token is decoded, gathers for all layers at once."""
+
+    _attentions: list[Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the stock tables; for one token, also each layer's views of its own cosines and signed sines."""
+        tables: Any = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        indices = [attention.rope_index for attention in self._attentions]
+        # Long prompts would need this memory by layers; and the layers may be spread over devices.
+        if tables[0].shape[-2] != 1 or any(index.device != tables[0].device for index in indices):
+            return tables
+        index = torch.cat([index.flatten() for index in indices])
+        sizes = [index.numel() for index in indices]
+        cos, sin = (table.index_select(-1, index) for table in tables)
+        cos, sin = cos.split(sizes, -1), torch.stack((-sin, sin), dim=-2).split(sizes, -1)
+        shared = {attention.layer_idx: pair for attention, *pair in zip(self._attentions, cos, sin, strict=True)}
+        return *tables, shared
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty, (compressed_rotary_class, type(self).__mro__[2]), self.__dict__
 
 
 def _pad_to_equal_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,6 +286,12 @@ class CompressedModel(_ModelBase):
         layers = decoder_layers(self, description["architecture"])
         for block, layer in zip(layers, description["layers"], strict=True):
             shrink_block(block, description["architecture"], layer, config)
+        attentions = [block.get_submodule(description["architecture"]["attention"]) for block in layers]
+        attentions = [attention for attention in attentions if hasattr(attention, "rope_index")]
+        rotary: Any = getattr(self.base_model, "rotary_emb", None)
+        if rotary is not None and attentions:
+            rotary.__class__ = compressed_rotary_class(type(rotary))
+            rotary._attentions = attentions  # a list, so that they are not its submodules
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Save as stock models do, with this file beside the weights so that the folder loads on its own."""
@@ -277,7 +349,8 @@ def shrink_block(
     qk_dim, value_dim = 2 * layer["rope_pairs"] + layer["qk_plain"], layer["value_dim"]
     # A fused projection appears under several names, and has the rows of all.
     rows: Counter[Any] = Counter()
-    for role, size in (("query", n_heads * qk_dim), ("key", n_kv_heads * qk_dim), ("value", n_kv_heads * value_dim)):
+    sizes = {"query": n_heads * qk_dim, "key": n_kv_heads * qk_dim, "value": n_kv_heads * value_dim}
+    for role, size in sizes.items():
         rows[attention.get_submodule(names[role])] += size
     for module, size in rows.items():
         resize(module, rows=size)
@@ -287,6 +360,7 @@ def shrink_block(
     attention.__class__ = compressed_attention_class(type(attention))
     attention._names = {name: names[name] for name in (*ATTENTION_DEFAULTS, *ROLES, "scale_query")}
     attention._n_heads, attention._n_kv_heads = n_heads, n_kv_heads
+    attention._projections = plan_projections(names, sizes, n_kv_heads if names["by_group"] else 1)
     attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
     attention.num_key_value_groups = n_heads // n_kv_heads  # kernels read it; not every stock class sets it
     if layer["rope_pairs"]:
@@ -304,6 +378,15 @@ def shrink_mlp(block: nn.Module, architecture: dict[str, Any], width: int) -> No
         resize(module, rows=size)
     if architecture["down"]:
         resize(block.get_submodule(architecture["down"]), columns=width)
+
+
+def plan_projections(names: dict[str, Any], sizes: dict[str, int], groups: int) -> list[tuple[str, Any, Any]]:
+    """Return, for each module that projects queries, keys or values, its name, the roles it plays and their widths.
+
+    Planned once, so that a step asks no names: `groups` is the number of parts in which a fused projection repeats.
+    """
+    roles = {name: [role for role in sizes if names[role] == name] for name in dict.fromkeys(names[r] for r in sizes)}
+    return [(name, played, [sizes[role] // groups for role in played]) for name, played in roles.items()]
 
 
 def resize(linear: Any, rows: int | None = None, columns: int | None = None) -> None:
@@ -342,9 +425,15 @@ def _eager_attention(stock: type) -> Any:
     return own
 
 
-def _empty_attention(stock: type) -> Any:
-    """Return an attention module without attributes, for pickle and `copy.deepcopy` to fill."""
-    return object.__new__(compressed_attention_class(stock))
+@functools.cache
+def compressed_rotary_class(stock: type) -> type:
+    """Return the subclass of a stock rotary embedding that carries `CompressedRotary.forward`."""
+    return type(PREFIX + stock.__name__, (CompressedRotary, stock), {"__module__": __name__, "__doc__": stock.__doc__})
+
+
+def _empty(make: Any, stock: type) -> Any:
+    """Return a module without attributes of the class that `make` derives from `stock`, for pickle and `deepcopy`."""
+    return object.__new__(make(stock))
 
 
 @functools.cache

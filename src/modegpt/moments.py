@@ -1,11 +1,12 @@
 """Streaming second moments of one decoder block, taken by hooks on its linear layers.
 
-Products are float32 and are added into float64, so many batches lose nothing to the order of summation.
+Products are float32 and are added into float64, so many batches lose nothing to the order of summation. Which moments
+are taken is up to the solvers: each names those it reads.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,66 +14,81 @@ from torch import Tensor, nn
 
 from .architectures import Architecture, Dimensions
 from .architectures.access import HEADS, Layout
+from .attention_logits import record_logits
 from .errors import NumericalError
+
+SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
+    "mlp": lambda d: (d.d_int, d.d_int),
+    "mlp_sum": lambda d: (d.d_int,),
+    "query": lambda d: (d.n_heads, d.d_head),
+    "key": lambda d: (d.n_kv_heads, d.d_head),
+    "query_moment": lambda d: (d.n_heads, d.d_head, d.d_head),
+    "key_moment": lambda d: (d.n_kv_heads, d.d_head, d.d_head),
+    "key_sum": lambda d: (d.n_kv_heads, d.d_head),
+    "value": lambda d: (d.n_kv_heads, d.d_head, d.d_head),
+    "context": lambda d: (d.n_heads * d.d_head, d.n_heads * d.d_head),
+    "context_sum": lambda d: (d.n_heads * d.d_head,),
+    "logits": lambda d: (d.n_heads, d.d_head, d.d_head),
+}
+"""The sums that can be taken, with `z` the input of the down projection, `q k v` the projections' outputs before the
+rotary embedding, biases included, and `u` the contexts, the input of the output projection: `mlp = Σ z zᵀ`,
+`mlp_sum = Σ z`, `query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`,
+`value = Σ v vᵀ` by head, `context = Σ u uᵀ` over all heads, `context_sum = Σ u`, and `logits`, the covariance of the
+coordinates' shares in the attention logits (`decompose.logits`)."""
+
+MEANINGS = {"mlp": "MLP activations", "context": "contexts", "logits": "attention logits"}
 
 
 @dataclass
 class BlockMoments:
-    """The sums over calibration tokens from which a block is decomposed; all float64, unnormalised.
+    """The sums over calibration tokens from which a block is decomposed; all float64, unnormalised."""
 
-    A block of `n_heads` query heads and `n_kv_heads` key-value heads needs no `d_model × d_model` matrix.
-    """
-
-    mlp: Tensor
-    """`(d_int, d_int)`: `C = Σ z zᵀ`, `z` the input of the down projection."""
-    query: Tensor
-    """`(n_heads, d_head)`: `e_Q = Σ q²`, before the rotary embedding, bias included."""
-    key: Tensor
-    """`(n_kv_heads, d_head)`: `e_K = Σ k²`."""
-    value: Tensor
-    """`(n_kv_heads, d_head, d_head)`: `G_V = Σ v vᵀ`, bias included."""
+    sums: dict[str, Tensor]
+    """By the names of `SHAPES`."""
     n_tokens: int = field(default=0)
 
     @classmethod
-    def zeros(cls, dims: Dimensions, device: torch.device | str = "cpu") -> "BlockMoments":
-        """Return the moments of no tokens."""
-        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        return cls(
-            mlp=torch.zeros(dims.d_int, dims.d_int, **options),
-            query=torch.zeros(dims.n_heads, dims.d_head, **options),
-            key=torch.zeros(dims.n_kv_heads, dims.d_head, **options),
-            value=torch.zeros(dims.n_kv_heads, dims.d_head, dims.d_head, **options),
-        )
+    def zeros(
+        cls, dims: Dimensions, names: Iterable[str], device: torch.device | str = "cpu", n_tokens: int = 0
+    ) -> "BlockMoments":
+        """Return the named moments of no tokens."""
+        return cls({name: torch.zeros(SHAPES[name](dims), dtype=torch.float64, device=device) for name in names})
 
-    def update_mlp(self, z: Tensor) -> None:
-        """Add the `(..., d_int)` inputs of the down projection. Cost: `2·d_int²` operations a token."""
-        z = z.flatten(0, -2).float()
-        self.mlp += z.mT @ z
-        self.n_tokens += len(z)
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a sum."""
+        return self.sums[name]
 
-    def update_query(self, q: Tensor) -> None:
-        """Add `(..., n_heads·d_head)` query states."""
-        self.query += _heads(q, self.query.shape[0]).square().sum(0)
+    def update(self, source: str, states: Tensor) -> None:
+        """Add the states of more tokens to every moment of one source.
 
-    def update_key(self, k: Tensor) -> None:
-        """Add `(..., n_kv_heads·d_head)` key states."""
-        self.key += _heads(k, self.key.shape[0]).square().sum(0)
-
-    def update_value(self, v: Tensor) -> None:
-        """Add `(..., n_kv_heads·d_head)` value states."""
-        heads = _heads(v, self.value.shape[0]).transpose(0, 1)
-        self.value += heads.mT @ heads
+        Args:
+            source: `mlp`, `query`, `key`, `value` or `context`.
+            states: `(..., width)`: what the down projection reads, what a projection gives, heads side by side, or
+                what the output projection reads. Cost: `2·d_int²` operations a token for `mlp`.
+        """
+        x = states.flatten(0, -2).float()
+        for name in self.sums.keys() & {source, f"{source}_sum", f"{source}_moment"}:
+            total = self.sums[name]
+            if name in ("mlp", "context"):
+                total += x.mT @ x
+            elif name.endswith("_sum"):
+                total += x.sum(0, dtype=torch.float64).view_as(total)
+            else:
+                heads = x.unflatten(-1, (len(total), -1)).transpose(0, 1)
+                total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
 
     def merge(self, other: "BlockMoments") -> None:
         """Add the moments of other tokens of the same block: sums of disjoint batches merge exactly."""
-        for item in fields(self):
-            setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        self.n_tokens += other.n_tokens
+        for name, total in self.sums.items():
+            total += other.sums[name]
 
     def check_finite(self, layer: int) -> None:
         """Raise `NumericalError` naming the layer and the matrix if a sum is NaN or infinite."""
-        names = {"mlp": "MLP activations", "query": "query states", "key": "key states", "value": "value states"}
-        for name, meaning in names.items():
-            if not torch.isfinite(getattr(self, name)).all():
+        for name, total in self.sums.items():
+            if not torch.isfinite(total).all():
+                source = name.split("_")[0]
+                meaning = MEANINGS.get(source, f"{source} states")
                 raise NumericalError(f"layer {layer}: NaN or infinity in the {meaning} on the calibration text")
 
 
@@ -80,28 +96,38 @@ class BlockMoments:
 def record_moments(
     block: nn.Module, architecture: Architecture, dims: Dimensions, moments: BlockMoments
 ) -> Iterator[None]:
-    """While the context is open, every forward of `block` adds its tokens to `moments`."""
+    """While the context is open, every forward of a dense `block` adds its tokens to `moments`.
+
+    Where only the MLP's are asked for, the block's attention may already be a compressed one.
+    """
     layout = Layout.dense(architecture, dims)
-    updates = {role: getattr(moments, f"update_{role}") for role in HEADS}
-    handles = []
-    for module in dict.fromkeys(architecture.projection(block, role) for role in HEADS):
-        held = [role for role in HEADS if architecture.projection(block, role) is module]
+    sources = {name.split("_")[0] for name in moments.sums}
+    with ExitStack() as stack:
 
-        def add_heads(_module: Any, _inputs: Any, output: Tensor, held: list[str] = held) -> None:
-            for role in held:
-                updates[role](layout.states(role, output))
+        def hook(handle: Any) -> None:
+            stack.callback(handle.remove)
 
-        handles.append(module.register_forward_hook(add_heads))
-    if architecture.down:
-        down = architecture.projection(block, "down")
-        handles.append(down.register_forward_pre_hook(lambda _module, inputs: moments.update_mlp(inputs[0])))
-    try:
+        def count(_module: Any, inputs: Any, named: dict[str, Any]) -> None:
+            states = inputs[0] if inputs else named["hidden_states"]
+            moments.n_tokens += states[..., 0].numel()
+
+        hook(block.register_forward_pre_hook(count, with_kwargs=True))
+        roles = [role for role in HEADS if role in sources]
+        for module in dict.fromkeys(architecture.projection(block, role) for role in roles):
+            held = [role for role in roles if architecture.projection(block, role) is module]
+
+            def add_heads(_module: Any, _inputs: Any, output: Tensor, held: list[str] = held) -> None:
+                for role in held:
+                    moments.update(role, layout.states(role, output))
+
+            hook(module.register_forward_hook(add_heads))
+        for source, role in (("mlp", "down"), ("context", "output")):
+            if source in sources:
+
+                def add_inputs(_module: Any, inputs: Any, source: str = source) -> None:
+                    moments.update(source, inputs[0])
+
+                hook(architecture.projection(block, role).register_forward_pre_hook(add_inputs))
+        if "logits" in sources:
+            stack.enter_context(record_logits(block, layout, moments.sums["logits"]))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _heads(states: Tensor, n_heads: int) -> Tensor:
-    """`(..., n_heads·d_head)` to float32 `(tokens, n_heads, d_head)`."""
-    return states.flatten(0, -2).float().unflatten(-1, (n_heads, -1))

@@ -1,5 +1,6 @@
 """One decoder block: its moments and ranks go in, its narrower weights are written in place."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -7,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture, Dimensions
-from .architectures.access import Affine, BlockWeights, Layout
-from .config import CompressionConfig
-from .decompose import NotPositiveDefiniteError, cr, joint_svd, nystrom, value_eigenvectors
+from .architectures.access import Layout
+from .config import MODULES, CompressionConfig
+from .decompose import NotPositiveDefiniteError
 from .errors import NumericalError
-from .modeling_modegpt import shrink_block
+from .modeling_modegpt import shrink_block, shrink_mlp
 from .moments import BlockMoments
+from .solvers import SOLVERS, Solver, split_rank
 
 
 @dataclass
@@ -27,18 +29,41 @@ class BlockOutcome:
     """Jitter, rank deficiency and dead neurons, each as one sentence."""
 
 
-@dataclass
-class Decision:
-    """What a step decided for one module of a block."""
+def solver_of(module: str, config: CompressionConfig) -> Solver:
+    """Return the solver that the settings name for a module."""
+    return SOLVERS[module][config.solver_of(module)]
 
-    weights: dict[str, Any]
-    """The narrow fields of `BlockWeights`, by name, in float64 or in the weights' own dtype."""
-    error: float
-    """Relative reconstruction error."""
-    notes: list[str] = field(default_factory=list)
-    """What had to be repaired."""
-    pairs: Tensor | None = None
-    """`(n_kv_heads, pairs)`: the rotary pairs kept; None where all or none are."""
+
+def stages(
+    ranks: dict[str, int], architecture: Architecture, dims: Dimensions, config: CompressionConfig
+) -> list[tuple[str, ...]]:
+    """Return the modules of a block that are to be compressed, in the order in which their moments are taken.
+
+    The MLP comes in a stage of its own where its solver wants the moments that the compressed attention gives.
+    """
+    chosen = cut_modules(ranks, dims)
+    attention = tuple(module for module in chosen if module != "mlp")
+    if "mlp" in chosen and attention and solver_of("mlp", config).late and not architecture.parallel:
+        return [attention, ("mlp",)]
+    return [chosen] if chosen else []
+
+
+def cut_modules(ranks: dict[str, int], dims: Dimensions) -> tuple[str, ...]:
+    """Return the modules whose rank is below the full one."""
+    full = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}
+    return tuple(module for module in MODULES if ranks[module] < full[module])
+
+
+def needed_moments(
+    modules: Sequence[str], block: nn.Module, architecture: Architecture, dims: Dimensions, config: CompressionConfig
+) -> tuple[str, ...]:
+    """Return the names of the moments that the solvers of these modules read."""
+    names: list[str] = []
+    for module in modules:
+        refitted = {"mlp": "down", "qk": "key", "vo": "output"}[module]
+        has_bias = architecture.projection(block, refitted).bias is not None
+        names += solver_of(module, config).needs(dims, has_bias)
+    return tuple(dict.fromkeys(names))
 
 
 @torch.no_grad()
@@ -51,8 +76,10 @@ def compress_block(
     config: CompressionConfig,
     model_config: Any,
     index: int,
+    modules: Sequence[str] = MODULES,
+    before: BlockOutcome | None = None,
 ) -> BlockOutcome:
-    """Decompose the modules of one block to `ranks` and shrink the block in place.
+    """Decompose modules of one block to `ranks` and shrink the block in place.
 
     Args:
         block: a stock decoder block; afterwards a compressed one.
@@ -60,110 +87,50 @@ def compress_block(
         dims: the dense model's sizes.
         moments: of this block, on the device of the block.
         ranks: `mlp` neurons, `qk` and `vo` coordinates a head, at most the full sizes.
-        config: solver and ridge.
+        config: the solvers and their settings.
         model_config: the dense model's config.
         index: layer number, for messages.
+        modules: which to decompose now; the others keep their present size.
+        before: what an earlier call did to the block's attention; only `mlp` can then follow.
 
     Raises:
         NumericalError: a moment is indefinite or not finite; names the layer and the matrix.
     """
-    layout = Layout.dense(architecture, dims)
-    weights, error, repairs = layout.read(block), {}, []
     full = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}
-    narrow, pairs = {}, None
-    for name, step in STEPS.items():
-        if ranks[name] == full[name]:
-            error[name] = 0.0
+    dense = Layout.dense(architecture, dims)
+    weights = (dense if before is None else dense.narrowed(before.layer)).read(block)
+    error, repairs, narrow, pairs = dict.fromkeys(full, 0.0), [], {}, None
+    if before is not None:
+        error, repairs = dict(before.error), list(before.repairs)
+    for module in modules:
+        if ranks[module] == full[module]:
             continue
         try:
-            decision = step(weights, dims, moments, ranks[name], config)
+            decision = solver_of(module, config).decide(weights, dims, moments, ranks[module], config)
         except NotPositiveDefiniteError as problem:
-            raise NumericalError(f"layer {index}, {name}: {problem}") from problem
-        error[name], narrow, pairs = (
-            decision.error,
-            narrow | decision.weights,
-            decision.pairs if pairs is None else pairs,
-        )
-        repairs += [f"layer {index}, {name}: {note}" for note in decision.notes]
+            raise NumericalError(f"layer {index}, {module}: {problem}") from problem
+        error[module], pairs = decision.error, decision.pairs if pairs is None else pairs
+        narrow |= decision.weights
+        repairs += [f"layer {index}, {module}: {note}" for note in decision.notes]
 
     # From here on nothing holds the dense weights but the block, which lets go of them one by one.
     weights = replace(weights, **narrow)
-    n_pairs, n_plain = split_rank(ranks["qk"], dims)
-    layer = {"rope_pairs": n_pairs, "qk_plain": n_plain, "value_dim": ranks["vo"], "mlp_width": ranks["mlp"]}
-    shrink_block(block, architecture.describe(), layer, model_config)
-    layout.narrowed(layer).write(block, weights)
+    sizes = {module: ranks[module] if module in modules else full[module] for module in full}
+    if before is None:
+        n_pairs, n_plain = split_rank(sizes["qk"], dims)
+        layer = {"rope_pairs": n_pairs, "qk_plain": n_plain, "value_dim": sizes["vo"], "mlp_width": sizes["mlp"]}
+        shrink_block(block, architecture.describe(), layer, model_config)
+    else:
+        layer = {**before.layer, "mlp_width": sizes["mlp"]}
+        shrink_mlp(block, architecture.describe(), sizes["mlp"])
+    dense.narrowed(layer).write(block, weights)
     if not all(torch.isfinite(module.weight).all() for module in architecture.linears(block)):
         raise NumericalError(f"layer {index}: the decomposition produced NaN or infinity")
-    if n_pairs:
+    if before is None and layer["rope_pairs"]:
         rope_index = block.get_submodule(architecture.attention).get_buffer("rope_index")
         # The number of a pair is its place in the model's table of cosines, which holds every entry twice.
         rope_index.copy_((rope_index if pairs is None else pairs) * (2 if architecture.interleaved else 1))
     return BlockOutcome(layer, error, repairs)
-
-
-def split_rank(rank: int, dims: Dimensions) -> tuple[int, int]:
-    """Split a query-key rank into rotary pairs and unrotated coordinates, each in its share of the dense head."""
-    if dims.rotary_dim == 0:
-        return 0, rank
-    plain = round(rank * (dims.d_head - dims.rotary_dim) / dims.d_head)
-    plain += (rank - plain) % 2
-    return (rank - plain) // 2, plain
-
-
-def _mlp(
-    weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
-) -> Decision:
-    assert weights.down is not None
-    result = nystrom(moments.mlp, weights.down.weight.double(), rank, config.ridge)
-    dead = int((moments.mlp.diagonal() == 0).sum())
-    notes = [f"{dead} neurons are zero on the whole calibration text"] if dead else []
-    if result.jitter:
-        notes.append(f"leverage scores needed jitter of {result.jitter:.1e} of the diagonal")
-    if result.deficiency:
-        notes.append(f"the kept moment lacks {result.deficiency} of {rank} ranks; a pseudo-inverse was used")
-    ups = tuple(up.rows(result.kept) for up in weights.ups)
-    return Decision({"ups": ups, "down": Affine(result.weight, weights.down.bias)}, result.error, notes)
-
-
-def _query_key(
-    weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
-) -> Decision:
-    n_pairs, n_plain = split_rank(rank, dims)
-    result = cr(moments.query, moments.key, n_pairs, n_plain, dims.rotary_dim)
-    # A compressed head is laid out as first halves, second halves, unrotated coordinates.
-    kept = torch.cat((result.pairs, result.pairs + dims.rotary_dim // 2, result.plain), dim=1)
-    narrow = {}
-    for role, n_heads in (("query", dims.n_heads), ("key", dims.n_kv_heads)):
-        by_head = kept.repeat_interleave(n_heads // dims.n_kv_heads, dim=0)
-        offsets = dims.d_head * torch.arange(n_heads, device=kept.device)[:, None]
-        narrow[role] = getattr(weights, role).rows((by_head + offsets).flatten())
-    return Decision(narrow, result.error, pairs=result.pairs)
-
-
-def _value_output(
-    weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
-) -> Decision:
-    value, output = weights.value, weights.output
-    groups, per_group = dims.n_kv_heads, dims.n_heads // dims.n_kv_heads
-    # (d_model, heads·d_head) to one (d_head, per_group·d_model) matrix a group: its heads' blocks side by side.
-    blocks = output.weight.double().reshape(dims.d_model, groups, per_group, dims.d_head).permute(1, 3, 2, 0)
-    decompose = joint_svd if per_group == 1 else value_eigenvectors
-    result = decompose(moments.value, blocks.flatten(2), rank)
-    new_output = result.output.unflatten(2, (per_group, dims.d_model)).permute(3, 0, 2, 1)
-    heads = value.weight.double().reshape(groups, dims.d_head, dims.d_model)
-    bias = None
-    if value.bias is not None:
-        bias = (result.basis.mT @ value.bias.double().reshape(groups, dims.d_head, 1)).flatten()
-    narrow = {
-        "value": Affine((result.basis.mT @ heads).flatten(0, 1), bias),
-        "output": Affine(new_output.reshape(dims.d_model, -1), output.bias),
-    }
-    missing = result.deficiency
-    notes = [f"the value moments lack {missing} ranks over all heads"] if missing else []
-    return Decision(narrow, result.error, notes)
-
-
-STEPS = {"mlp": _mlp, "qk": _query_key, "vo": _value_output}
 
 
 @torch.no_grad()

@@ -17,27 +17,27 @@ from modegpt.checkpoint import build, compressed_config
 from modegpt.config import CompressionConfig
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
-from modegpt.surgery import compress_block
+from modegpt.surgery import compress_block, cut_modules, needed_moments
 
 from .families import Family, tokens
 
 
-def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]]) -> Any:
+def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]], solver: str = "best") -> Any:
     """Compress a copy of `dense` to `ranks`, with the moments of the dense model on random tokens."""
     model, architecture, dims = copy.deepcopy(dense), family.architecture, family.dims
     blocks = decoder_layers(model, architecture.describe())
     config = CompressionConfig(solver=solver)
-    names = [needed_moments(MODULES, block, architecture, dims, config) for block in blocks]
-    moments = [BlockMoments.zeros(dims, needed) for needed in names]
+    moments = [
+        BlockMoments.zeros(dims, needed_moments(cut_modules(ranks[index], dims), block, architecture, dims, config))
+        for index, block in enumerate(blocks)
+    ]
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for block, of_block in zip(blocks, moments, strict=True):
             stack.enter_context(record_moments(block, architecture, dims, of_block))
         model(tokens(rows=8, length=32, seed=2))
     layers = []
     for index, (block, of_block) in enumerate(zip(blocks, moments, strict=True)):
-        outcome = compress_block(
-            block, architecture, dims, of_block, ranks[index], CompressionConfig(), model.config, index
-        )
+        outcome = compress_block(block, architecture, dims, of_block, ranks[index], config, model.config, index)
         layers.append(outcome.layer)
     return build(compressed_config(dense.config, architecture, layers), model.state_dict())
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import CohereConfig, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, Phi3Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -62,7 +62,9 @@ def test_query_and_key_rows_are_the_dense_ones_at_their_places(pair: Pair):
     architecture, dims = pair.family.architecture, pair.family.dims
     layout = Layout.dense(architecture, dims)
     dense = decoder_layers(pair.dense, architecture.describe())
-    widened = decoder_layers(densify(pair.family, pair.compressed, pair.dense), architecture.describe())
+    # The paper's solver selects rows; the default one turns them as well.
+    compressed = compressed_from(pair.family, pair.dense, pair.family.ranks(), solver="paper")
+    widened = decoder_layers(densify(pair.family, compressed, pair.dense), architecture.describe())
     for source, target in zip(dense, widened, strict=True):
         for role in ("query", "key"):
             original, kept = (
@@ -181,19 +183,53 @@ ROPE_SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("name", ROPE_SCALINGS)
+BASE = {"rope_theta": 10000.0}
+SCALED = {
+    **{
+        name: (LlamaConfig, {**GROUPED, "rope_parameters": {**scaling, **BASE}})
+        for name, scaling in ROPE_SCALINGS.items()
+    },
+    "phi3 longrope": (Phi3Config, {"rope_parameters": {**ROPE_SCALINGS["longrope"], **BASE}}),
+    "gemma3_text linear, full layers alone": (
+        Gemma3TextConfig,
+        {
+            **GROUPED,
+            "head_dim": 8,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {**ROPE_SCALINGS["linear"], "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", **BASE},
+            },
+        },
+    ),
+    "cohere dynamic, interleaved": (CohereConfig, {"rope_parameters": {**ROPE_SCALINGS["dynamic"], **BASE}}),
+    "gpt_neox yarn, partial": (
+        GPTNeoXConfig,
+        {"rope_parameters": {**ROPE_SCALINGS["yarn"], **BASE, "partial_rotary_factor": 0.5}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
 def test_scaled_rotary_embeddings_past_the_trained_length(name: str):
     """Dynamic and longrope change the frequencies with the length seen, so they must come from the model's own."""
-    scaling = {**ROPE_SCALINGS[name], "rope_theta": 10000.0}
-    sizes = {**SIZES, "max_position_embeddings": 16 if name == "dynamic" else 64}
-    family = Family(name, lambda: LlamaConfig(**sizes, **GROUPED, rope_parameters=dict(scaling)))
+    make, options = SCALED[name]
+    sizes = {**SIZES, "max_position_embeddings": 16 if "dynamic" in name else 64}
+    whole = ("qk",) if make is Gemma3TextConfig else ()
+    # Cohere rotates in float32, whatever the model's dtype.
+    family = Family(
+        name, lambda: make(**sizes, **copy.deepcopy(options)), whole, exact=1e-4 if make is CohereConfig else 1e-11
+    )
     dense = family.dense()
-    compressed = compressed_from(family, dense, family.ranks()).double()
+    compressed = in_float64(compressed_from(family, dense, family.ranks()))
     wide = densify(family, compressed, dense)
     short, long = tokens(length=12), tokens(length=48)
     for ids in (short, long, short):
         torch.testing.assert_close(logits(compressed, ids), logits(wide, ids), rtol=0, atol=family.exact)
-    plain = Family("plain", lambda: LlamaConfig(**sizes, **GROUPED))
-    unscaled = plain.dense().double()
+    plain = Family("plain", lambda: make(**sizes, **{k: v for k, v in options.items() if k != "rope_parameters"}))
+    config = plain.config()
+    if "partial" in name:
+        config.rope_parameters["partial_rotary_factor"] = 0.5
+    unscaled = type(wide)(config).double().eval()
     unscaled.load_state_dict(wide.state_dict())
     assert (logits(unscaled, long) - logits(wide, long)).abs().max() > 1e-3, "the scaling must matter for this to test"

@@ -30,7 +30,7 @@ def sweep(
     owl_threshold: float = typer.Option(DEFAULTS.owl_threshold, help="OWL's M."),
     owl_lambda: float = typer.Option(DEFAULTS.owl_lambda, help="OWL's lambda."),
     modules: str = typer.Option(",".join(DEFAULTS.modules), help="Which of mlp, qk and vo, with commas."),
-    solver: str = typer.Option(DEFAULTS.solver, help="paper."),
+    solver: str = typer.Option(DEFAULTS.solver, help="paper, or best: loses less at the same size."),
     ridge: float = typer.Option(DEFAULTS.ridge, help="Lambda of the MLP's leverage scores."),
     dtype: str = typer.Option(DEFAULTS.dtype, help=f"Of the compressed weights: {', '.join(DTYPES)}."),
     device: str = DEVICE,

@@ -49,16 +49,18 @@ def ridge_leverage_scores(moment: Tensor, ridge: float = 1.0) -> Tensor:
     return 1 - inverse_diagonal(moment, ridge)[0]
 
 
-def refit(moment: Tensor, down: Tensor, kept: Tensor) -> tuple[Tensor, float, int]:
+def refit(moment: Tensor, down: Tensor, kept: Tensor, ridge: float = 0.0) -> tuple[Tensor, float, int]:
     """Least-squares refit of the down projection to the neurons `kept`: `Ŵ_Dᵀ = C_SS⁺ C_S: W_Dᵀ` (Theorem 1).
 
     Computed as `W_S + C_SS⁺ C_SD W_D`, with `D` the dropped set: the same minimiser with fewer operations, exact
-    when nothing is dropped, and where `C_SS` is singular the minimiser nearest to the original weights.
+    when nothing is dropped, and where `C_SS` is singular the minimiser nearest to the original weights. A ridge holds
+    the correction back, `(C_SS + λ diag C_SS)⁻¹`, so that it tends to the original weights and not to zero.
 
     Args:
         moment: `(d_int, d_int)` moment `C`, float64.
         down: `(d_model, d_int)` down projection, float64.
         kept: `(rank,)` ascending indices.
+        ridge: `λ ≥ 0`; Theorem 1 has none.
 
     Returns:
         The `(d_model, rank)` weight, the relative Frobenius error of the module's output on the calibration tokens,
@@ -74,11 +76,16 @@ def refit(moment: Tensor, down: Tensor, kept: Tensor) -> tuple[Tensor, float, in
     cross = rows[:, dropped] @ down_dropped.mT
     kept_moment = rows[:, kept]
     del rows  # at d_int = 28672 it is 4.6 GB, and the solve needs that room
+    diagonal = kept_moment.diagonal().clone()
+    kept_moment.diagonal().mul_(1 + ridge)
     correction, rank = psd.solve(kept_moment, cross)
+    kept_moment.diagonal().copy_(diagonal)
     # ‖Z W_Dᵀ‖² by its kept part, its dropped part and their product: half the work of one product with all of C.
     dropped_energy = _energy(moment[dropped][:, dropped], down_dropped)
     total = _energy(kept_moment, down_kept) + 2 * (down_kept.mT * cross).sum() + dropped_energy
     residual = dropped_energy - (cross * correction).sum()
+    if ridge:  # the correction solves (C_SS + λD)X = cross, so XᵀC_SS X is XᵀcrossX less λ XᵀDX
+        residual -= ridge * (diagonal[:, None] * correction.square()).sum()
     error = (residual.clamp_min(0) / total).sqrt().item() if total > 0 else 0.0
     return down_kept + correction.mT, error, len(kept) - rank
 

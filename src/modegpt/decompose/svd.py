@@ -49,7 +49,7 @@ def joint_svd(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
     weighted = factor.root @ output
     left = torch.linalg.eigh(weighted @ weighted.mT).eigenvectors.flip(-1)[..., :rank]
     basis, triangular = torch.linalg.qr(factor.inverse @ left)
-    basis, triangular = _fix_signs(basis, triangular)
+    basis, triangular = fix_signs(basis, triangular)
     # Along basis directions that the values never take, any output is optimal: keep the original one.
     projected = basis.mT @ output
     seen = psd.root(basis.mT @ moment @ basis)
@@ -66,11 +66,11 @@ def value_eigenvectors(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
     psd.require_finite(output, "the output projection")
     rank_of_moment = psd.root(moment).rank
     vectors = torch.linalg.eigh(psd.symmetrize(moment)).eigenvectors
-    basis = _fix_signs(vectors.flip(-1)[..., :rank])[0]
+    basis = fix_signs(vectors.flip(-1)[..., :rank])[0]
     return _result(moment, output, basis, basis.mT @ output, rank_of_moment)
 
 
-def _fix_signs(basis: Tensor, triangular: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def fix_signs(basis: Tensor, triangular: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Make the largest entry of each column positive, so that the answer does not depend on the LAPACK in use."""
     largest = basis.gather(-2, basis.abs().argmax(-2, keepdim=True))
     sign = torch.where(largest < 0, -1.0, 1.0).to(basis.dtype)

@@ -1,0 +1,109 @@
+"""Measures, in one block, what each query-key coordinate gives to the attention logits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .architectures.access import Layout
+from .decompose.logits import gram
+
+QUERIES = 24
+"""Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 32 sequences give 768
+queries for a head's few dozen unknowns."""
+
+FIRST = 8
+"""The first positions are left out: with so few keys their softmax says little."""
+
+CHUNK = {"cpu": 2**22, "cuda": 2**28}
+"""Features held at once, by device type: 16 MiB, and 1 GiB."""
+
+
+@contextmanager
+def record_logits(block: nn.Module, layout: Layout, total: Tensor) -> Iterator[None]:
+    """While the context is open, every forward of a dense `block` adds to `total`.
+
+    Args:
+        block: a stock block whose queries and keys are not normalised.
+        layout: of its family and sizes.
+        total: `(n_heads, d_head, d_head)` float64: the sum of `decompose.logits.gram` by query head.
+    """
+    architecture = layout.architecture
+    attention: Any = block.get_submodule(architecture.attention)
+    seen: dict[str, Any] = {}
+
+    def note(module: Any) -> Any:
+        held = [role for role in ("query", "key") if architecture.projection(block, role) is module]
+
+        def keep(_module: Any, _inputs: Any, output: Tensor) -> None:
+            seen.update({role: layout.states(role, output) for role in held})
+
+        return module.register_forward_hook(keep)
+
+    def arguments(_module: Any, inputs: Any, named: dict[str, Any]) -> None:
+        seen["arguments"] = named
+
+    def add(_module: Any, _inputs: Any, _output: Any) -> None:
+        _add(total, seen.pop("query"), seen.pop("key"), seen.pop("arguments"), attention, layout)
+
+    modules = dict.fromkeys(architecture.projection(block, role) for role in ("query", "key"))
+    handles = [note(module) for module in modules]
+    handles.append(attention.register_forward_pre_hook(arguments, with_kwargs=True))
+    handles.append(attention.register_forward_hook(add))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], attention: Any, layout: Layout) -> None:
+    """Add one batch: `(batch, tokens, heads·d_head)` queries and keys before the rotary embedding."""
+    dims, architecture = layout.dims, layout.architecture
+    query, key = (states.unflatten(-1, (-1, dims.d_head)).transpose(1, 2).float() for states in (query, key))
+    n_tokens, device = query.shape[2], query.device
+    if dims.rotary_dim:
+        cos, sin = (_table(table, layout) for table in arguments["position_embeddings"])
+        query, key = _rotate(query, cos, sin, dims.rotary_dim), _rotate(key, cos, sin, dims.rotary_dim)
+    count = min(QUERIES, max(1, n_tokens - FIRST))
+    first = min(FIRST, n_tokens - 1)
+    places = first + ((torch.arange(count, device=device) + 0.5) * (n_tokens - first) / count).long()
+    query = query[:, :, places] * getattr(attention, architecture.scaling, dims.d_head**-0.5)
+    allowed = _allowed(arguments.get("attention_mask"), places, n_tokens)
+    cap = getattr(attention, architecture.softcap, None) if architecture.softcap else None
+
+    per_group = dims.n_heads // dims.n_kv_heads
+    pairs = [(row, head) for row in range(len(query)) for head in range(dims.n_heads)]
+    step = max(1, CHUNK[device.type] // (count * n_tokens * dims.d_head))
+    for start in range(0, len(pairs), step):
+        rows, heads = (torch.tensor(part, device=device) for part in zip(*pairs[start : start + step], strict=True))
+        q, k = query[rows, heads], key[rows, heads // per_group]
+        scores = q @ k.mT
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        weights = scores.masked_fill(~allowed[rows if len(allowed) > 1 else 0], -torch.inf).softmax(-1)
+        total.index_add_(0, heads, gram(q, k, weights, dims.rotary_dim).to(total.dtype))
+
+
+def _table(table: Tensor, layout: Layout) -> Tensor:
+    """Return cosines or sines by pair, `(1 or batch, 1, tokens, r/2)`: every table holds each of them twice."""
+    half = layout.dims.rotary_dim // 2
+    table = table[..., ::2] if layout.interleaved else table[..., :half]
+    return table[:, None].float()
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
+    half = rotary_dim // 2
+    first, second = states[..., :half], states[..., half:rotary_dim]
+    turned = (first * cos - second * sin, second * cos + first * sin, states[..., rotary_dim:])
+    return torch.cat(turned, dim=-1)
+
+
+def _allowed(mask: Tensor | None, places: Tensor, n_tokens: int) -> Tensor:
+    """Return which keys each measured query may see, `(1 or batch, queries, keys)`: causal where no mask is given."""
+    if mask is None:
+        return (torch.arange(n_tokens, device=places.device) <= places[:, None])[None]
+    mask = mask[:, 0, places, :n_tokens]
+    return mask if mask.dtype == torch.bool else mask == 0

@@ -1,0 +1,44 @@
+"""Type I with another selection: keep the neurons whose output is largest, and refit the down projection.
+
+The paper's leverage score (`nystrom.py`) asks how well the other neurons predict a neuron's activation, and ignores
+what the down projection makes of it. `C_ii ‖W_D[:,i]‖²` is the energy of what the neuron adds to the residual stream.
+"""
+
+import torch
+from torch import Tensor
+
+from . import psd
+from .nystrom import NystromResult, refit
+
+
+def energy_scores(moment: Tensor, down: Tensor) -> Tensor:
+    """Return `C_ii ‖W_D[:,i]‖² = Σ_t ‖w_i z_ti‖²` of every neuron, `(d_int,)`.
+
+    Args:
+        moment: `(d_int, d_int)` second moment `C = Σ z zᵀ` of the down projection's input, float64.
+        down: `(d_model, d_int)` down projection, float64.
+    """
+    return moment.diagonal() * down.square().sum(0)
+
+
+def energy(moment: Tensor, down: Tensor, rank: int, ridge: float = 0.0) -> NystromResult:
+    """Compress an MLP to the `rank` neurons of the largest energy, then refit by (ridge) least squares.
+
+    The kept set does not minimise the stated loss on the calibration text: backward elimination finds smaller ones.
+    It generalises: a diagonal score has nothing to overfit. Ties are broken by the lower index. Cost: about
+    `rank³/3 + 2·d_int·rank·d_model` operations, a third of the paper's.
+
+    Args:
+        moment: `(d_int, d_int)` second moment, symmetric positive semidefinite, float64.
+        down: `(d_model, d_int)` weight of the down projection (Hugging Face layout: out, in), float64.
+        rank: neurons to keep, `1 ≤ rank ≤ d_int`.
+        ridge: `λ` of the refit, relative to each neuron's own energy: `(C_SS + λ diag C_SS)⁻¹`.
+
+    Raises:
+        NotPositiveDefiniteError: an input is not finite.
+    """
+    psd.require_finite(down, "the down projection")
+    psd.require_finite(moment, "the moment of the MLP")
+    kept = torch.argsort(energy_scores(moment, down), descending=True, stable=True)[:rank].sort().values
+    weight, error, deficiency = refit(moment, down, kept, ridge)
+    return NystromResult(kept, weight, error, 0.0, deficiency)

@@ -1,0 +1,148 @@
+"""Query-key by what softmax sees: the attention logits, up to a shift that all keys of a query share.
+
+The paper's Type II (`cr.py`) scores each coordinate by its own energy. Softmax does not: to second order, changing the
+logits of a query by `δ` costs `½ Var_a(δ)` nats, with the variance over keys weighted by the attention `a`; a shift
+that all keys share costs nothing. Each coordinate's share of a logit is a feature, so the loss of any choice of
+coordinates, and of any correction of those kept, is a quadratic form in the Gram matrix of these features.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import psd
+
+
+class LogitsResult(NamedTuple):
+    """The coordinates that stay, for every key head, and the corrections of each query head."""
+
+    pairs: Tensor
+    """`(n_kv_heads, n_pairs)` ascending numbers of the rotary pairs kept; pair `j` is coordinates `j`, `j + r/2`."""
+    plain: Tensor
+    """`(n_kv_heads, n_plain)` ascending numbers of the unrotated coordinates kept, counted within the head."""
+    turns: Tensor
+    """`(n_heads, n_pairs, 2)`: `(α, β)` by which the query of a kept pair is turned and scaled: `q ← (α − iβ) q`."""
+    gains: Tensor
+    """`(n_heads, n_plain)`: factors of the kept unrotated query coordinates."""
+    error: float
+    """Root of the share of logit variance that is lost on the calibration tokens, over all heads."""
+
+
+def features(query: Tensor, key: Tensor, rotary_dim: int) -> Tensor:
+    """Return the share of each coordinate in the logits, `(..., n_queries, n_keys, d_head)`.
+
+    For a rotary pair with `q = q_j + i·q_{j+r/2}`, and `k` likewise, both after the rotary embedding: `Re(q k̄)`, its
+    share of the logit, at place `j`, and `Im(q k̄)`, by which the share changes when the pair is turned, at `j + r/2`.
+    Turning a pair commutes with the rotary embedding, so the corrections fold into the query weights. For an unrotated
+    coordinate: `q_i k_i`.
+
+    Args:
+        query: `(..., n_queries, d_head)` after the rotary embedding, halves as pairs, times the softmax scale.
+        key: `(..., n_keys, d_head)` after the rotary embedding.
+        rotary_dim: leading coordinates under the rotary embedding.
+    """
+    half = rotary_dim // 2
+    query, key = query[..., :, None, :], key[..., None, :, :]
+    product = query * key
+    q1, q2, k1, k2 = query[..., :half], query[..., half:rotary_dim], key[..., :half], key[..., half:rotary_dim]
+    real = product[..., :half] + product[..., half:rotary_dim]
+    return torch.cat((real, q2 * k1 - q1 * k2, product[..., rotary_dim:]), dim=-1)
+
+
+def gram(query: Tensor, key: Tensor, attention: Tensor, rotary_dim: int) -> Tensor:
+    """Return `H = Σ_i Cov_{j~a_i}(f_ij)`, `(..., d_head, d_head)`: the attention-weighted covariance of the features.
+
+    Cost: `2·n_queries·n_keys·d_head²` operations.
+
+    Args:
+        query: as in `features`.
+        key: as in `features`.
+        attention: `(..., n_queries, n_keys)` attention of the dense model; each row sums to 1.
+        rotary_dim: as in `features`.
+    """
+    f = features(query, key, rotary_dim)
+    centred = f - attention[..., None, :] @ f
+    weighted = (centred * attention.sqrt()[..., None]).flatten(-3, -2)
+    return weighted.mT @ weighted
+
+
+def logit_selection(moment: Tensor, n_kv_heads: int, n_pairs: int, n_plain: int, rotary_dim: int, ridge: float):
+    """Choose query-key coordinates and correct those kept, by the variance of the logits lost.
+
+    With coefficients `c` (1 on each share of the logit, 0 on each turn) the loss of a query head is
+    `min_x (c − x)ᵀH(c − x)` over `x` supported on the kept coordinates: a least-squares problem of head size.
+    Coordinates are eliminated one at a time, each the one that raises the sum of the losses over the query heads of
+    its key head least, given the best correction: removing the set `p` raises it by `c_pᵀ[(H⁻¹)_pp]⁻¹c_p`, and Schur
+    complements keep `H⁻¹` and `c` up to date. Cost: about `2·d_head³` a query head.
+
+    Args:
+        moment: `(n_heads, d_head, d_head)` Gram matrices `H` of the features, float64.
+        n_kv_heads: key heads; the query heads of a group stand together and share a choice.
+        n_pairs: rotary pairs to keep a head, `0 ≤ n_pairs ≤ rotary_dim/2`.
+        n_plain: unrotated coordinates to keep a head, `0 ≤ n_plain ≤ d_head − rotary_dim`.
+        rotary_dim: leading coordinates under the rotary embedding.
+        ridge: `λ > 0`, relative to each feature's own variance: holds corrections back.
+
+    Raises:
+        NotPositiveDefiniteError: a moment is not finite.
+    """
+    psd.require_finite(moment, "the moment of the logits")
+    d_head, half = moment.shape[-1], rotary_dim // 2
+    coefficients = torch.ones(d_head, dtype=moment.dtype, device=moment.device)
+    coefficients[half:rotary_dim] = 0
+    groups = moment.reshape(n_kv_heads, -1, d_head, d_head)
+    chosen = [_eliminate(group, coefficients, n_pairs, n_plain, rotary_dim, ridge) for group in groups]
+    kept = torch.stack([place for place, _ in chosen])
+    x = torch.stack([x for _, x in chosen])
+    pairs, plain = kept[:, :n_pairs], kept[:, n_pairs:]
+    left = coefficients - x
+    lost = torch.einsum("ghi,ghij,ghj->", left, groups, left)
+    total = torch.einsum("i,ghij,j->", coefficients, groups, coefficients)
+    error = (lost.clamp_min(0) / total).sqrt().item() if total > 0 else 0.0
+
+    def take(places: Tensor) -> Tensor:
+        return x.gather(2, places[:, None].expand(-1, x.shape[1], -1)).flatten(0, 1)
+
+    turns = torch.stack((take(pairs), take(pairs + half)), dim=-1)
+    return LogitsResult(pairs, plain, turns, take(plain), error)
+
+
+def _eliminate(
+    moment: Tensor, coefficients: Tensor, n_pairs: int, n_plain: int, rotary_dim: int, ridge: float
+) -> tuple[Tensor, Tensor]:
+    """Return the places kept by the query heads of one key head, pairs first, and `x`, `(heads, d_head)`."""
+    n_heads, d_head = moment.shape[:2]
+    half = rotary_dim // 2
+    scale = moment.diagonal(dim1=1, dim2=2).clamp_min(0)
+    floor = torch.finfo(moment.dtype).eps * scale.amax(1, keepdim=True)
+    damped = moment + torch.diag_embed(ridge * scale + torch.where(floor > 0, floor, 1))
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    x = coefficients.expand(n_heads, -1).clone()
+    pairs, plain = list(range(half)), list(range(rotary_dim, d_head))
+    while len(pairs) > n_pairs or len(plain) > n_plain:
+        rise = _rise(inverse, x, half, rotary_dim)
+        free = (pairs if len(pairs) > n_pairs else []) + (plain if len(plain) > n_plain else [])
+        worst = free[int(rise[free].argmin())]
+        places = [worst, worst + half] if worst < half else [worst]
+        solved = torch.linalg.solve(inverse[:, places][:, :, places], inverse[:, places])
+        x = x - (x[:, None, places] @ solved)[:, 0]
+        inverse = inverse - inverse[:, :, places] @ solved
+        x[:, places] = 0
+        # A removed place must neither couple to the others nor divide by zero.
+        inverse[:, places], inverse[:, :, places] = 0, 0
+        inverse[:, places, places] = 1
+        (pairs if worst < half else plain).remove(worst)
+    return torch.tensor(pairs + plain, dtype=torch.long, device=moment.device), x
+
+
+def _rise(inverse: Tensor, x: Tensor, half: int, rotary_dim: int) -> Tensor:
+    """Return `Σ_h x_pᵀ[(H⁻¹)_pp]⁻¹x_p` by place, at the first place of each pair."""
+    diagonal = inverse.diagonal(dim1=1, dim2=2)
+    single = (x.square() / diagonal).sum(0)
+    a, d = diagonal[:, :half], diagonal[:, half:rotary_dim]
+    b = inverse.diagonal(offset=half, dim1=1, dim2=2)[:, :half]
+    first, second = x[:, :half], x[:, half:rotary_dim]
+    pair = (d * first.square() - 2 * b * first * second + a * second.square()) / (a * d - b * b)
+    single[:half] = pair.sum(0)
+    return single

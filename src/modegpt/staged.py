@@ -1,0 +1,91 @@
+"""One block of a run: its moments are taken and its modules compressed, in one stage or in two."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import Architecture
+from .blocks import Calibration, run_block
+from .config import CompressionConfig
+from .distributed import Team
+from .moments import BlockMoments, record_moments
+from .preparation import Source
+from .report import Stopwatch
+from .surgery import BlockOutcome, compress_block, needed_moments, stages
+
+
+def measure_and_compress(
+    block: nn.Module,
+    index: int,
+    calibration: Calibration,
+    ranks: dict[str, int],
+    source: Source,
+    config: CompressionConfig,
+    device: torch.device,
+    team: Team,
+    watch: Stopwatch,
+) -> BlockOutcome:
+    """Compress a dense block in place, on the hidden states that the blocks before it produce.
+
+    The paper's solvers read the dense block. A solver that is `late` reads the MLP's moments from the block whose
+    attention is already compressed, so that the refit makes up for what attention lost.
+    """
+    outcome = None
+    parts = stages(ranks, source.architecture, source.dims, config) or [()]
+    for modules in parts:
+        needed = needed_moments(modules, block, source.architecture, source.dims, config)
+        moments = BlockMoments.zeros(source.dims, needed, device)
+        with watch.stage("moments"):
+            _measure(block, index, calibration, modules, source, moments, device)
+        team.sum_moments(moments)
+        moments.check_finite(index)
+        with watch.stage("decompose"):
+            outcome = compress_block(
+                block, source.architecture, source.dims, moments, ranks, config, source.config, index, modules, outcome
+            )
+        del moments
+    assert outcome is not None
+    return outcome
+
+
+def _measure(
+    block: nn.Module,
+    index: int,
+    calibration: Calibration,
+    modules: Sequence[str],
+    source: Source,
+    moments: BlockMoments,
+    device: torch.device,
+) -> None:
+    if not modules:
+        return
+    with ExitStack() as stack:
+        stack.enter_context(record_moments(block, source.architecture, source.dims, moments))
+        if "mlp" not in modules:
+            stack.enter_context(mlp_at_rest(block, source.architecture))
+        for _ in run_block(block, index, calibration, device):
+            pass
+
+
+@contextmanager
+def mlp_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[None]:
+    """While the context is open, the block's MLP computes zeros: for passes that only read the attention."""
+    names = [*architecture.up, architecture.down] if architecture.down else []
+    modules: list[Any] = list(dict.fromkeys(block.get_submodule(name) for name in names))
+
+    def zeros(width: int) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            return x.new_zeros(()).expand(*x.shape[:-1], width)
+
+        return forward
+
+    for module in modules:
+        module.forward = zeros(module.nf if hasattr(module, "nf") else module.out_features)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
