@@ -76,14 +76,16 @@ def mlp_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[None]:
     names = [*architecture.up, architecture.down] if architecture.down else []
     modules: list[Any] = list(dict.fromkeys(block.get_submodule(name) for name in names))
 
-    def zeros(width: int) -> Any:
+    def zeros(width: int, leaves: bool) -> Any:
         def forward(x: Tensor) -> Tensor:
+            if leaves:  # some blocks add to it in place
+                return x.new_zeros(*x.shape[:-1], width)
             return x.new_zeros(()).expand(*x.shape[:-1], width)
 
         return forward
 
     for module in modules:
-        module.forward = zeros(module.nf if hasattr(module, "nf") else module.out_features)
+        module.forward = zeros(module.nf if hasattr(module, "nf") else module.out_features, module is modules[-1])
     try:
         yield
     finally:
