@@ -219,6 +219,13 @@ def _scaled(units: Sequence[Unit], width: float) -> list[float]:
     return [width * (unit.score - least) / spread if spread else 0.0 for unit in units]
 
 
+REASONS = {
+    "mlp": "it is a mixture of experts",
+    "qk": "its queries and keys are normalised, which reads all their coordinates",
+}
+"""Why a family leaves a module whole."""
+
+
 def _left_whole(sizes: Sequence[LayerSizes], modules: Sequence[str], consequence: str) -> list[str]:
     """Say which modules stay whole, and what that means."""
     warnings = []
@@ -228,7 +235,8 @@ def _left_whole(sizes: Sequence[LayerSizes], modules: Sequence[str], consequence
             warnings.append(f"{module} stays whole, as it is not among the modules to compress: {consequence}")
         elif forced:
             where = "every layer" if len(forced) == len(sizes) else f"layers {', '.join(forced)}"
-            warnings.append(f"{module} stays whole in {where}, as the model needs it so: {consequence}")
+            reason = f" ({REASONS[module]})" if module in REASONS else ""
+            warnings.append(f"{module} stays whole in {where}, as the model needs it so{reason}: {consequence}")
     return warnings
 
 

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from .architectures import architecture_of
 from .blocks import Calibration, check_weights, layers_prefix, required_tensors, run_identity_blocks
 from .errors import InputError
 from .hidden_states import HiddenStates
@@ -163,8 +164,8 @@ def fingerprint(files: dict[str, Path]) -> dict[str, str]:
 
 def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
     """Return the name under which a shard holds a tensor: checkpoints of a base model leave out its prefix."""
-    base = model.base_model_prefix + "."
-    for candidate in (name, name.removeprefix(base)):
-        if candidate in stored:
-            return candidate
-    return None
+    candidates = [name, name.removeprefix(model.base_model_prefix + ".")]
+    for module, file in architecture_of(model.config).file_names:
+        if name.startswith(module):
+            candidates.append(file + name.removeprefix(module))
+    return next((candidate for candidate in candidates if candidate in stored), None)

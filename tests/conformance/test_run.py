@@ -94,8 +94,8 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
     for name, tensor in expected.state_dict().items():
         assert torch.equal(written.state_dict()[name], tensor), name
     whole = [warning for warning in written.modegpt_report["warnings"] if "loaded whole" in warning]
-    # Mixtral's files hold each expert apart, and GPT-NeoX's call the head otherwise than the modules do.
-    assert bool(whole) == (pair.family.architecture.model_type in ("mixtral", "gpt_neox"))
+    # Mixtral's files hold each expert apart, and its modules all in one.
+    assert bool(whole) == (pair.family.name == "mixtral")
     found = describe(tmp_path / "out")
     assert found["parameters"] == written.modegpt_report["parameters"]
     assert found["sparsity"]["blocks"] == pytest.approx(written.modegpt_report["sparsity"]["blocks"], abs=1e-12)

@@ -15,5 +15,6 @@ GPT_NEOX = Architecture(
     down="mlp.dense_4h_to_h",
     parallel="use_parallel_residual",
     partial_rotary=True,
+    file_names=(("lm_head.", "embed_out."),),
     notes="Pythia, GPT-NeoX-20B; projections fused by head, partial rotary, parallel blocks",
 )

@@ -71,6 +71,8 @@ class Architecture:
     """The dropout module after the output projection that is part of the attention."""
     tuple_output: bool = False
     """Whether a block returns a tuple."""
+    file_names: tuple[tuple[str, str], ...] = ()
+    """Where checkpoint files name tensors otherwise than the modules do: a module's name, and that in the files."""
     notes: str = ""
     """One line for the table of supported architectures."""
 
