@@ -1,8 +1,8 @@
 """Perplexity of the four allocation rules at the same budget: which one spends parameters best, and where.
 
-Protocol: paper solvers, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text. The
-rule to make the default is chosen on the rest of that text (`selection`); `test` is the first 12 windows of the test
-text, on which nothing is chosen.
+Protocol: the paper's solvers, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation
+text. The rule to make the default is chosen on the rest of that text (`selection`); `test` is the first 12 windows of
+the test text, on which nothing is chosen.
 
     python benchmarks/allocation.py --data FOLDER
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import modegpt
-from common import default_model, parser, save, wikitext
+from common import compressed, default_model, parser, save, wikitext
 from modegpt.calibration import draw_windows
 from modegpt.models import open_model, open_tokenizer
 
@@ -24,6 +24,7 @@ def main() -> None:
     """Compress with every rule at every sparsity, and measure each on both texts."""
     arguments = parser(__doc__, "allocation.json")
     arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.2, 0.3, 0.4])
+    arguments.add_argument("--solver", default="paper")
     options = arguments.parse_args()
     name = default_model(options.model)
     dense = open_model(name, torch.float32)
@@ -38,8 +39,8 @@ def main() -> None:
     print(rows[0], flush=True)
     for sparsity in options.sparsity:
         for rule in RULES:
-            config = modegpt.CompressionConfig(sparsity=sparsity, allocation=rule)
-            model = modegpt.compress(dense, windows, config)
+            config = modegpt.CompressionConfig(sparsity=sparsity, allocation=rule, solver=options.solver)
+            model = compressed(options, dense, windows, config)
             report = model.modegpt_report
             shares = [layer["sparsity"] for layer in report["layers"]]
             row = {
@@ -56,7 +57,7 @@ def main() -> None:
             rows.append(row)
             print(row, flush=True)
             protocol = {
-                "solver": "paper",
+                "solver": options.solver,
                 "dtype": "float32",
                 "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
                 "selection": f"the rest of wiki.valid.txt, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",

@@ -1,11 +1,15 @@
 """What every benchmark shares: the demo model, and figures written as JSON beside the protocol that gave them."""
 
 import argparse
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+import modegpt
 from modegpt.calibration import load_text, tokenize
 from modegpt.checkpoint import write_json
 from modegpt.demo import model_file
@@ -19,6 +23,9 @@ def parser(description: str | None, result: str) -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--model", default=None, help="hub name, folder or .gguf (default: SmolLM2-135M-Instruct)")
     arguments.add_argument("--data", type=Path, default=None, help="folder with wiki.valid.txt and wiki.test.raw")
+    arguments.add_argument(
+        "--cache", type=Path, default=None, help="keep compressed models there, for other benchmarks"
+    )
     arguments.add_argument("--json", type=Path, default=RESULTS / result)
     return arguments
 
@@ -33,6 +40,30 @@ def wikitext(options: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tenso
     folder = options.data or Path("data")
     valid, test = (load_text(str(folder / file), "evaluation") for file in ("wiki.valid.txt", "wiki.test.raw"))
     return tokenize(valid, tokenizer), tokenize(test, tokenizer)
+
+
+def compressed(options: argparse.Namespace, dense: Any, windows: Tensor, config: modegpt.CompressionConfig) -> Any:
+    """Compress, or open what an earlier benchmark with the same settings and tokens left in `--cache`."""
+    if options.cache is None:
+        return modegpt.compress(dense, windows, config)
+    key = json.dumps([config.as_dict(), dense.config._name_or_path, windows.tolist()])
+    folder = options.cache / hashlib.sha256(key.encode()).hexdigest()[:16]
+    if not folder.exists():
+        options.cache.mkdir(parents=True, exist_ok=True)
+        return modegpt.compress(dense, windows, config, out=folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.modegpt_report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    return model
+
+
+def finished(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows that an earlier run of the same protocol left."""
+    if not path.is_file():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if {key: found[key] for key in about} != about:
+        raise SystemExit(f"{path} was measured under another protocol; move it away, or give another --json")
+    return found["rows"]
 
 
 def save(path: Path, figures: dict[str, Any]) -> None:

@@ -90,7 +90,9 @@ def child(options: argparse.Namespace) -> None:
     from modegpt.compress import compress_to_folder
 
     windows = torch.randint(32000, (options.samples, options.seq_len), generator=torch.Generator().manual_seed(0))
-    config = CompressionConfig(sparsity=options.sparsity, device=options.device, batch_size=options.batch_size)
+    config = CompressionConfig(
+        sparsity=options.sparsity, solver=options.solver, device=options.device, batch_size=options.batch_size
+    )
     report = compress_to_folder(options.child, windows, options.child / "out", config)
     wanted = ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "sparsity", "machine", "versions")
     print(json.dumps({name: report[name] for name in wanted}))
@@ -132,6 +134,7 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=8)
     arguments.add_argument("--seq-len", type=int, default=256)
     arguments.add_argument("--sparsity", type=float, default=0.3)
+    arguments.add_argument("--solver", default="paper")
     arguments.add_argument("--batch-size", type=int)
     arguments.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     arguments.add_argument("--device", default="cpu")
@@ -164,7 +167,7 @@ def main() -> None:
             "weights": f"random, {options.dtype}",
             "tokens": f"{options.samples} x {options.seq_len}",
             "sparsity": options.sparsity,
-            "solver": "paper",
+            "solver": options.solver,
             "device": options.device,
         },
         "rows": rows,

@@ -33,7 +33,9 @@ def main() -> None:
     rows = [{"modules": "dense", "perplexity": perplexity(dense)}]
     print(rows[-1])
     for label, modules in VARIANTS.items():
-        config = modegpt.CompressionConfig(sparsity=SPARSITY, modules=modules, samples=SAMPLES, seq_len=SEQ_LEN)
+        config = modegpt.CompressionConfig(
+            sparsity=SPARSITY, solver="paper", modules=modules, samples=SAMPLES, seq_len=SEQ_LEN
+        )
         model = modegpt.compress(dense, windows, config)
         report = model.modegpt_report
         rows.append(

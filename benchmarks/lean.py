@@ -30,7 +30,7 @@ def main() -> None:
     model = open_model(name, torch.float32)
     text = tokenize(load_text("python-docs", "calibration"), open_tokenizer(name))
     windows = draw_windows(text, SAMPLES, SEQ_LEN, "sequential", 0, "python-docs")
-    config = modegpt.CompressionConfig(sparsity=SPARSITY)
+    config = modegpt.CompressionConfig(sparsity=SPARSITY, solver="paper")
     forward_seconds(model, windows[:2])
     ratios, stages = [], []
     for _ in range(REPEATS):

@@ -8,7 +8,6 @@ done; the same command goes on where it was stopped.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import modegpt
-from common import default_model, parser, save, wikitext
+from common import compressed, default_model, finished, parser, save, wikitext
 from modegpt.calibration import draw_windows
 from modegpt.models import open_model, open_tokenizer
 from modegpt.progress import ProgressBar
@@ -38,16 +37,6 @@ def options() -> argparse.Namespace:
     return arguments.parse_args()
 
 
-def finished(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that an earlier run of the same protocol left."""
-    if not path.is_file():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if {key: found[key] for key in about} != about:
-        raise SystemExit(f"{path} was measured under another protocol; move it away, or give another --json")
-    return found["rows"]
-
-
 def models(
     asked: argparse.Namespace, name: str, tokenizer: Any, todo: list[float]
 ) -> Iterator[tuple[dict[str, Any], PreTrainedModel]]:
@@ -59,7 +48,7 @@ def models(
             yield {"sparsity": sparsity}, dense
         else:
             config = modegpt.CompressionConfig(sparsity=sparsity, solver=asked.solver, allocation=asked.allocation)
-            model = modegpt.compress(dense, windows, config)
+            model = compressed(asked, dense, windows, config)
             report = model.modegpt_report
             yield {"sparsity": sparsity, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
 

@@ -1,0 +1,102 @@
+"""The paper's solvers against the best, at the same sizes: perplexity by sparsity, and that of dropping whole layers.
+
+Protocol: SmolLM2-135M, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text,
+reported on the first 48 windows of the test text. No setting was chosen on the test text. Every row is written when it
+is done; the same command goes on where it was stopped.
+
+    python benchmarks/solvers.py --data FOLDER
+    python benchmarks/solvers.py --data FOLDER --parts mlp qk vo --sparsity 0.2 --json parts.json
+"""
+
+import argparse
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import modegpt
+from common import compressed, default_model, finished, parser, save, wikitext
+from modegpt.calibration import draw_windows
+from modegpt.models import open_model, open_tokenizer
+from modegpt.planning import make_plan
+
+SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 48
+
+
+def options() -> argparse.Namespace:
+    """Return the command line's choices."""
+    arguments = parser(__doc__, "solvers.json")
+    arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.1, 0.2, 0.3, 0.4, 0.5])
+    arguments.add_argument("--allocation", nargs="*", default=["uniform"])
+    arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
+    arguments.add_argument("--parts", nargs="*", default=["all"], help="all, or modules to compress alone")
+    return arguments.parse_args()
+
+
+def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what each row compares: dense, dropped layers, then every solver at every sparsity."""
+    yield {"method": "dense", "sparsity": 0.0}
+    for sparsity in asked.sparsity:
+        if sparsity <= 0.3:
+            yield {"method": "drop layers", "sparsity": sparsity}
+    for allocation in asked.allocation:
+        for sparsity in asked.sparsity:
+            for part in asked.parts:
+                for solver in asked.solver:
+                    yield {"method": solver, "sparsity": sparsity, "allocation": allocation, "modules": part}
+
+
+def without_layers(dense: Any, windows: torch.Tensor, sparsity: float) -> Any:
+    """Return the model without the layers of the least Block Influence (ShortGPT)."""
+    config = modegpt.CompressionConfig(sparsity=sparsity, allocation="influence")
+    scores = [layer["score"] for layer in make_plan(dense, windows, config)["layers"]]
+    count = math.ceil(sparsity * len(scores) - 1e-9)
+    dropped = set(sorted(range(len(scores)), key=lambda layer: scores[layer])[:count])
+    model = copy.deepcopy(dense)
+    model.model.layers = torch.nn.ModuleList(
+        layer for index, layer in enumerate(model.model.layers) if index not in dropped
+    )
+    return model
+
+
+def main() -> None:
+    """Measure every row that is not in the result file yet."""
+    asked = options()
+    name = default_model(asked.model)
+    protocol = {
+        "dtype": "float32",
+        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+        "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
+    }
+    about = {"model": Path(name).name, "protocol": protocol}
+    rows = finished(asked.json, about)
+    dense = open_model(name, torch.float32)
+    valid, test = wikitext(asked, open_tokenizer(name))
+    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    for row in wanted(asked):
+        if any(row.items() <= done.items() for done in rows):
+            continue
+        if row["method"] == "dense":
+            model = dense
+        elif row["method"] == "drop layers":
+            model = without_layers(dense, windows, row["sparsity"])
+        else:
+            modules = modegpt.config.MODULES if row["modules"] == "all" else (row["modules"],)
+            # A part alone loses the share of itself that all of them would: its blocks lose less.
+            config = modegpt.CompressionConfig(
+                sparsity=row["sparsity"], allocation=row["allocation"], solver=row["method"], modules=modules
+            )
+            model = compressed(asked, dense, windows, config)
+            report = model.modegpt_report
+            row |= {"achieved": report["sparsity"], "seconds": report["seconds"]}
+        row["perplexity"] = modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
+        rows.append(row)
+        print(row, flush=True)
+        save(asked.json, {**about, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
