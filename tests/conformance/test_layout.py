@@ -1,13 +1,15 @@
 """The canonical layout: what is read computes what the stored projections do, and writing it back changes nothing."""
 
 import copy
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from modegpt.architectures.access import HEADS, Affine, BlockWeights, Layout
-from modegpt.modeling_modegpt import decoder_layers
+from modegpt.modeling_modegpt import ATTENTION_DEFAULTS, decoder_layers
 
 from .conftest import Pair
 
@@ -56,6 +58,14 @@ def test_every_stored_number_is_read_once(pair: Pair):
     modules += pair.family.architecture.norms(block) if pair.family.architecture.interleaved else []
     stored = torch.cat([parameter.flatten() for module in modules for parameter in module.parameters()]).sort().values
     assert torch.equal(read, stored)
+
+
+def test_the_format_is_documented_to_the_last_key(pairs: dict[str, Pair]):
+    text = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"`(\w+)`", text))
+    for pair in pairs.values():
+        assert pair.family.architecture.describe().keys() <= told
+    assert set(ATTENTION_DEFAULTS) <= told
 
 
 def test_biases_change_and_none_appears(pair: Pair):
