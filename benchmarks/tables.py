@@ -126,9 +126,34 @@ def zero_shot() -> str:
     )
 
 
+def speed() -> str:
+    """Return the section on how much faster compressed models are."""
+    if (data := load("speed_cpu.json")) is None:
+        return ""
+    about, names = data["protocol"], {"smollm2": "SmolLM2-135M"}
+    first = data["rows"][0]
+    rows = []
+    for row in data["rows"]:
+        cells = [f"{names.get(row['shape'], row['shape'])}, {row['parameters'] / 1e6:.0f} M", f"{row['sparsity']:.0%}"]
+        for task in ("decode", "prefill"):
+            told = row[task]
+            cells += [f"{told['median']:.2f} ({told['min']:.2f} to {told['max']:.2f})", f"{told['allowed']:.2f}"]
+            cells.append(f"{told['share']:.0%}")
+        rows.append(cells)
+    header = ["model", "sparsity"]
+    header += [column for task in ("decode", "prefill") for column in (f"{task}, times faster", "possible", "reached")]
+    return (
+        f"**Speed.** {about['dtype']}, {about['device'].upper()}, {about['threads']} threads, batch "
+        f"{first['batch_size']}, prompts of {first['prompt_tokens']} tokens and {first['new_tokens']} decoded;\n"
+        f"dense and compressed in turn in one process, medians of {about['repeats']} rounds (`benchmarks/speed.py`).\n"
+        "What is possible follows from the work that is left: weights read per decoded token with the head, and\n"
+        "multiply-accumulates of a prompt. Ranks are uniform.\n\n" + table(header, rows)
+    )
+
+
 def figures() -> str:
     """Return everything between the README's markers."""
-    sections = (faithful(), lean(), allocation(), zero_shot(), streaming(), resuming())
+    sections = (faithful(), lean(), allocation(), zero_shot(), speed(), streaming(), resuming())
     return "\n\n".join(section for section in sections if section)
 
 
