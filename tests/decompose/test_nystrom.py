@@ -23,6 +23,10 @@ def measured_error(z, down, result):
     return ((dense - z[:, result.kept] @ result.weight.T).norm() / dense.norm()).item()
 
 
+def chosen(seed, rank):
+    return torch.randperm(D_INT, generator=torch.Generator().manual_seed(seed))[:rank].sort().values
+
+
 @properties
 @given(seeds, ranks, st.sampled_from([0.1, 1.0, 100.0]))
 def test_equals_algorithm_1_as_printed(seed, rank, ridge):
@@ -55,13 +59,46 @@ def test_the_default_ridge_is_the_papers():
 @given(seeds, ranks)
 def test_refit_equals_lstsq_on_the_kept_columns(seed, rank):
     z, moment, down = problem(seed)
-    kept = torch.randperm(D_INT, generator=torch.Generator().manual_seed(seed))[:rank].sort().values
+    kept = chosen(seed, rank)
     weight, error, deficiency = refit(moment, down, kept)
     fit = torch.linalg.lstsq(z[:, kept], z @ down.T)
     assert deficiency == 0
     torch.testing.assert_close(weight.T, fit.solution, **GAUSSIAN_TOLERANCE)
     left = (z @ down.T - z[:, kept] @ fit.solution).norm() / (z @ down.T).norm()
     assert error == pytest.approx(left.item(), rel=1e-9, abs=ERROR_FLOOR)
+
+
+@properties
+@given(seeds, st.integers(1, D_INT - 1), st.sampled_from([0.01, 0.3, 10.0]))
+def test_a_ridge_is_relative_to_each_neuron_and_pulls_to_the_original_weights(seed, rank, ridge):
+    z, moment, down = problem(seed)
+    kept = chosen(seed, rank)
+    weight, error, deficiency = refit(moment, down, kept, ridge)
+    lost = torch.tensor([i for i in range(D_INT) if i not in kept.tolist()])
+    inner = moment[kept][:, kept]
+    correction = torch.linalg.inv(inner + ridge * inner.diagonal().diag()) @ moment[kept][:, lost] @ down[:, lost].T
+    torch.testing.assert_close(weight, down[:, kept] + correction.T, **GAUSSIAN_TOLERANCE)
+    assert deficiency == 0
+    left = (z @ down.T - z[:, kept] @ weight.T).norm() / (z @ down.T).norm()
+    assert error == pytest.approx(left.item(), rel=1e-9, abs=ERROR_FLOOR)
+    assert error >= refit(moment, down, kept)[1] * (1 - 1e-9)  # no ridge, no smaller error: to rounding
+
+
+def test_a_large_ridge_only_drops():
+    _, moment, down = problem(12)
+    kept = chosen(12, 5)
+    weight, _, _ = refit(moment, down, kept, ridge=1e12)
+    # The correction is a quotient of moments, near one, over the ridge.
+    torch.testing.assert_close(weight, down[:, kept], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("ridge", [0.0, 0.3])
+def test_a_refit_leaves_its_inputs_alone(ridge):
+    _, moment, down = problem(13)
+    before = moment.clone(), down.clone()
+    refit(moment, down, chosen(13, 5), ridge)
+    assert torch.equal(moment, before[0])
+    assert torch.equal(down, before[1])
 
 
 @properties

@@ -77,6 +77,9 @@ def context_svd(
     residual = output.mT - wide @ projected
     cross = wide.mT @ (moment @ residual)
     kept = wide.mT @ moment @ wide
+    # What a dim that no context takes is left with is rounding error, which the solver would scale up to one.
+    silent = kept.diagonal() <= psd.tolerance(moment) * moment.diagonal().max()
+    kept[silent], kept[:, silent] = 0, 0
     kept.diagonal().mul_(1 + ridge)
     correction, found = psd.solve(kept, cross)
     new_output = projected + correction
