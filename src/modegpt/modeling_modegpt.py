@@ -185,7 +185,9 @@ class CompressedAttention:
         pairs = turned.unflatten(-1, (2, self._rope_pairs))
         if self._names["upcast_rotary"]:
             pairs = pairs.float()
-        turned = (pairs * cos).add_(pairs.flip(-2) * sin).flatten(-2)  # rounded as stock code rounds
+        # Both swap the halves; the one is faster on a single token, the other on prompts.
+        swapped = pairs.flip(-2) if states.shape[1] == 1 else pairs.roll(1, -2)
+        turned = (pairs * cos).add_(swapped * sin).flatten(-2)  # rounded as stock code rounds
         turned = turned.to(states.dtype)  # some families' tables are float32 whatever the model's dtype
         return turned if n_rotated == self._qk_dim else torch.cat((turned, states[..., n_rotated:]), dim=-1)
 
