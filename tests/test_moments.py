@@ -2,86 +2,163 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from modegpt.architectures import Dimensions, architecture_of
 from modegpt.blocks import ModelBlocks, run_block
+from modegpt.config import CompressionConfig
 from modegpt.errors import NumericalError
 from modegpt.hidden_states import HiddenStates
-from modegpt.moments import BlockMoments, record_moments
+from modegpt.moments import SHAPES, BlockMoments, record_moments
+from modegpt.surgery import needed_moments
 
 DIMS = Dimensions(n_layers=1, d_model=8, d_int=6, d_head=4, n_heads=4, n_kv_heads=2, rotary_dim=4)
+COLUMNS = {
+    "mlp": slice(0, 6),
+    "query": slice(6, 22),
+    "key": slice(22, 30),
+    "value": slice(30, 38),
+    "context": slice(38, 54),
+}
+SUMS = [name for name in SHAPES if name not in ("logits", "mlp_drift")]
+"""What `update` takes."""
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+"""Products are float32: each of a few dozen terms carries a relative rounding of 2^-24."""
 
 
 def moments_of(*batches: torch.Tensor) -> BlockMoments:
-    result = BlockMoments.zeros(DIMS)
+    result = BlockMoments.zeros(DIMS, SUMS)
     for batch in batches:
-        result.update_mlp(batch[..., :6])
-        result.update_query(batch[..., :16])
-        result.update_key(batch[..., 16:24])
-        result.update_value(batch[..., 24:32])
+        for source, columns in COLUMNS.items():
+            result.update(source, batch[..., columns])
     return result
 
 
 def test_moments_are_the_sums_the_docstrings_state():
     torch.manual_seed(0)
-    batch = torch.randn(3, 5, 32)
+    batch = torch.randn(3, 5, 54)
     moments = moments_of(batch)
-    tokens = batch.double().reshape(15, 32)
-    # Products are float32: each of 15 terms carries a relative rounding of 2^-24.
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(moments.mlp, tokens[:, :6].T @ tokens[:, :6], **close)
-    torch.testing.assert_close(moments.query, tokens[:, :16].reshape(15, 4, 4).square().sum(0), **close)
-    torch.testing.assert_close(moments.key, tokens[:, 16:24].reshape(15, 2, 4).square().sum(0), **close)
-    value = tokens[:, 24:].reshape(15, 2, 4)
-    torch.testing.assert_close(moments.value, torch.einsum("tgi,tgj->gij", value, value), **close)
-    assert moments.n_tokens == 15
+    tokens = {source: batch.double().reshape(15, -1)[:, columns] for source, columns in COLUMNS.items()}
+    z, u = tokens["mlp"], tokens["context"]
+    q, k, v = (tokens[name].reshape(15, -1, 4) for name in ("query", "key", "value"))
+    expected = {
+        "mlp": z.T @ z,
+        "mlp_sum": z.sum(0),
+        "query": q.square().sum(0),
+        "key": k.square().sum(0),
+        "query_moment": torch.einsum("tgi,tgj->gij", q, q),
+        "key_moment": torch.einsum("tgi,tgj->gij", k, k),
+        "key_sum": k.sum(0),
+        "value": torch.einsum("tgi,tgj->gij", v, v),
+        "context": u.T @ u,
+        "context_sum": u.sum(0),
+    }
+    assert moments.sums.keys() == expected.keys()
+    for name, sums in expected.items():
+        assert moments[name].dtype == torch.float64
+        torch.testing.assert_close(moments[name], sums, **CLOSE, msg=name)
+
+
+def test_only_the_moments_that_were_asked_for_are_taken():
+    batch = torch.ones(2, 3, 54)
+    moments = BlockMoments.zeros(DIMS, ["key_sum", "mlp"])
+    for source, columns in COLUMNS.items():
+        moments.update(source, batch[..., columns])
+    assert moments.sums.keys() == {"key_sum", "mlp"}
+    assert bool((moments["key_sum"] == 6).all())
+    assert bool((moments["mlp"] == 6).all())
 
 
 def test_split_batches_merge_to_the_same_bits():
     torch.manual_seed(1)
-    first, second = torch.randn(2, 5, 32), torch.randn(4, 5, 32)
-    together = moments_of(first, second)
-    merged = moments_of(first)
-    merged.merge(moments_of(second))
-    for name in ("mlp", "query", "key", "value", "n_tokens"):
-        left, right = getattr(together, name), getattr(merged, name)
-        assert left == right if isinstance(left, int) else torch.equal(left, right)
+    first, second = torch.randn(2, 5, 54), torch.randn(4, 5, 54)
+    together, merged, other = moments_of(first, second), moments_of(first), moments_of(second)
+    merged.n_tokens, other.n_tokens = 10, 20
+    merged.merge(other)
+    assert merged.n_tokens == 30
+    for name in SUMS:
+        assert torch.equal(together[name], merged[name]), name
 
 
-def test_a_nan_names_layer_and_matrix():
-    batch = torch.randn(1, 5, 32)
-    batch[0, 2, 18] = float("nan")
-    moments = BlockMoments.zeros(DIMS)
-    moments.update_key(batch[..., 16:24])
-    with pytest.raises(NumericalError, match=r"layer 7: NaN or infinity in the key states"):
+@pytest.mark.parametrize(
+    ("name", "meaning"),
+    [
+        ("key", "key states"),
+        ("key_moment", "key states"),
+        ("mlp", "MLP activations"),
+        ("mlp_sum", "MLP activations"),
+        ("context", "contexts"),
+        ("logits", "attention logits"),
+    ],
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_names_layer_and_matrix(name, meaning, bad):
+    moments = BlockMoments.zeros(DIMS, ["value", name])
+    moments.check_finite(7)
+    moments[name].view(-1)[3] = bad
+    with pytest.raises(NumericalError, match=rf"layer 7: NaN or infinity in the {meaning} on"):
         moments.check_finite(7)
 
 
-def test_hooks_see_every_token_once_and_leave_nothing_behind():
-    torch.manual_seed(2)
+def llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=50, max_position_embeddings=32, attention_bias=True,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    architecture = architecture_of(config)
+    return LlamaForCausalLM(config).eval()
+
+
+def opt() -> OPTForCausalLM:
+    config = OPTConfig(
+        hidden_size=16, word_embed_proj_dim=16, ffn_dim=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=50,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    return OPTForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("preset", ["paper", "best"])
+def test_hooks_see_every_token_once_and_leave_nothing_behind(preset):
+    torch.manual_seed(2)
+    model = llama()
+    architecture = architecture_of(model.config)
     blocks = ModelBlocks(model, architecture, consume=False)
     calibration = blocks.embed(torch.randint(50, (5, 8)), 2, HiddenStates())
     assert [len(batch) for batch in calibration.hidden] == [2, 2, 1]
-    dims = Dimensions.of(architecture, config)
-    moments = BlockMoments.zeros(dims)
+    dims = Dimensions.of(architecture, model.config)
     block = blocks.take(0, torch.device("cpu"))
+    names = needed_moments(("mlp", "qk", "vo"), block, architecture, dims, CompressionConfig(solver=preset))
+    moments = BlockMoments.zeros(dims, [*names, "key"])
     with record_moments(block, architecture, dims, moments):
         outputs = list(run_block(block, 0, calibration, torch.device("cpu")))
     assert moments.n_tokens == 5 * 8
+    before = {name: total.clone() for name, total in moments.sums.items()}
     list(run_block(block, 0, calibration, torch.device("cpu")))
     assert moments.n_tokens == 5 * 8
+    assert all(torch.equal(before[name], total) for name, total in moments.sums.items())
+    assert all(bool(total.any()) for total in before.values())
     # The states that were recorded are those of the model itself.
     hidden = torch.cat(list(calibration.hidden)).flatten(0, 1)
     attention = model.model.layers[0].self_attn
     normed = model.model.layers[0].input_layernorm(hidden)
     expected = attention.k_proj(normed).double().reshape(-1, 2, 4).square().sum(0)
-    # float32 states: relative rounding of 2^-24 a product, summed over 40 tokens.
-    torch.testing.assert_close(moments.key, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moments["key"], expected, **CLOSE)
     assert len(outputs) == 3
+
+
+@pytest.mark.parametrize(
+    ("make", "preset", "expected"),
+    [
+        (llama, "paper", {"mlp", "query", "key", "value"}),
+        (llama, "best", {"mlp", "logits", "context", "context_sum"}),
+        (opt, "paper", {"mlp", "query", "key", "value"}),
+        (opt, "best", {"mlp", "mlp_sum", "query_moment", "key_moment", "key_sum", "context", "context_sum"}),
+    ],
+)
+def test_solvers_ask_for_sums_where_a_bias_can_carry_the_mean(make, preset, expected):
+    model = make()
+    architecture = architecture_of(model.config)
+    dims = Dimensions.of(architecture, model.config)
+    block = ModelBlocks(model, architecture, consume=False).peek(0, torch.device("cpu"))
+    names = needed_moments(("mlp", "qk", "vo"), block, architecture, dims, CompressionConfig(solver=preset))
+    assert set(names) == expected
+    assert len(names) == len(expected)

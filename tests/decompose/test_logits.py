@@ -83,7 +83,7 @@ def corrected(moment, kept, ridge):
 @properties
 @given(seeds)
 def test_the_shares_add_up_to_the_logit_and_turns_commute_with_the_rotary_embedding(seed):
-    queries, keys, places, q, k, _ = problem(seed)
+    queries, _keys, places, q, k, _ = problem(seed)
     f = features(q, k, ROTARY)
     assert isinstance(f, Float64[Tensor, f"{N_HEADS} {N_QUERIES} {N_KEYS} {D_HEAD}"])
     torch.testing.assert_close(f @ COEFFICIENTS, q @ k.mT, **ROUNDING)
@@ -126,7 +126,8 @@ def test_the_error_is_the_variance_of_the_logits_lost(seed, n_pairs, n_plain, ri
     assert isinstance(result.plain, Int64[Tensor, f"{N_KV_HEADS} {n_plain}"])
     assert isinstance(result.turns, Float64[Tensor, f"{N_HEADS} {n_pairs} 2"])
     assert isinstance(result.gains, Float64[Tensor, f"{N_HEADS} {n_plain}"])
-    assert bool((result.pairs.diff() > 0).all()) and bool((result.plain.diff() > 0).all())
+    assert bool((result.pairs.diff() > 0).all())
+    assert bool((result.plain.diff() > 0).all())
     # The logits of the model with the corrections folded in and the rest dropped, from the vectors themselves.
     x = solution(result)
     turns = torch.stack((x[:, :HALF], x[:, HALF:ROTARY]), dim=-1)[:, None]
@@ -200,7 +201,8 @@ def test_everything_kept_changes_nothing(rotary_dim):
     result = logit_selection(moment.mT @ moment, N_KV_HEADS, half, n_plain, rotary_dim, 0.01)
     assert result.pairs.tolist() == [list(range(half))] * N_KV_HEADS
     assert result.plain.tolist() == [list(range(rotary_dim, D_HEAD))] * N_KV_HEADS
-    assert bool((result.turns == torch.tensor([1.0, 0.0])).all()) and bool((result.gains == 1).all())
+    assert bool((result.turns == torch.tensor([1.0, 0.0])).all())
+    assert bool((result.gains == 1).all())
     assert result.error == 0
 
 

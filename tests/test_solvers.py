@@ -1,0 +1,216 @@
+"""The solvers on explicit states: what they fold into the weights is what the mathematics decided."""
+
+import pytest
+import torch
+
+from modegpt.architectures import Dimensions
+from modegpt.architectures.access import Affine, BlockWeights
+from modegpt.config import PRESETS, CompressionConfig
+from modegpt.config import SOLVERS as NAMES
+from modegpt.decompose.logits import features, gram, logit_selection
+from modegpt.moments import SHAPES, BlockMoments
+from modegpt.solvers import SOLVERS, split_rank
+from modegpt.solvers.bias import centred
+from modegpt.solvers.query_key import RIDGE as LOGITS_RIDGE
+
+ROUNDING = {"rtol": 1e-9, "atol": 1e-9}
+"""float64 through solves with a condition number below 1e6."""
+TOKENS = 200
+CONFIG = CompressionConfig()
+
+
+def dims_of(rotary_dim: int = 4) -> Dimensions:
+    return Dimensions(n_layers=1, d_model=10, d_int=12, d_head=6, n_heads=4, n_kv_heads=2, rotary_dim=rotary_dim)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def weights_of(dims: Dimensions, bias: bool = True) -> BlockWeights:
+    def affine(out: int, width: int) -> Affine:
+        return Affine(normal(out, width), normal(out) if bias else None)
+
+    queries, keys = dims.n_heads * dims.d_head, dims.n_kv_heads * dims.d_head
+    return BlockWeights(
+        query=affine(queries, dims.d_model),
+        key=affine(keys, dims.d_model),
+        value=affine(keys, dims.d_model),
+        output=affine(dims.d_model, queries),
+        ups=(affine(dims.d_int, dims.d_model), affine(dims.d_int, dims.d_model)),
+        down=affine(dims.d_model, dims.d_int),
+    )
+
+
+def apply(affine: Affine, x: torch.Tensor) -> torch.Tensor:
+    y = x @ affine.weight.double().T
+    return y if affine.bias is None else y + affine.bias
+
+
+def moments_of(dims: Dimensions, **states: torch.Tensor) -> BlockMoments:
+    """All sums of some states, in float64 (the streaming ones round products to float32)."""
+    sums = {}
+    for source, x in states.items():
+        heads = x.unflatten(-1, (-1, dims.d_head)).transpose(0, 1) if source in ("query", "key", "value") else x
+        moment = heads.mT @ heads
+        sums |= {source: moment, f"{source}_moment": moment, f"{source}_sum": x.sum(0)}
+        if source in ("query", "key"):
+            sums |= {source: heads.square().sum(1), f"{source}_sum": heads.sum(1)}
+    for name, total in sums.items():
+        assert name not in SHAPES or total.shape == SHAPES[name](dims)
+    return BlockMoments(sums, len(next(iter(states.values()))))
+
+
+def heads_of(states: torch.Tensor, n_heads: int) -> torch.Tensor:
+    return states.unflatten(-1, (n_heads, -1)).transpose(0, 1)
+
+
+def rotate(states: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """The rotary embedding of `(heads, tokens, d)` by `(heads, pairs)` frequencies; the rest is left as it is."""
+    n_pairs = frequencies.shape[1]
+    angle = torch.arange(states.shape[1])[:, None] * frequencies[:, None]
+    first, second, plain = states.split([n_pairs, n_pairs, states.shape[2] - 2 * n_pairs], dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, plain), dim=-1)
+
+
+def test_the_names_are_those_of_the_settings():
+    assert {module: tuple(solvers) for module, solvers in SOLVERS.items()} == NAMES
+    assert {preset: set(modules) for preset, modules in PRESETS.items()} == {"paper": set(NAMES), "best": set(NAMES)}
+    assert [CompressionConfig(solver="paper").solver_of(module) for module in NAMES] == ["leverage", "cr", "svd"]
+    mixed = CompressionConfig(solver="best", qk_solver="cr")
+    assert [mixed.solver_of(module) for module in NAMES] == ["energy", "cr", "context"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rotary_dim", [4, 6])
+def test_corrections_folded_into_the_query_give_the_logits_that_were_decided(rotary_dim, bias):
+    torch.manual_seed(1)
+    dims, rank = dims_of(rotary_dim), 4
+    weights = weights_of(dims, bias)
+    x = normal(30, dims.d_model)
+    half, per_group = rotary_dim // 2, dims.n_heads // dims.n_kv_heads
+    table = 0.7 ** torch.arange(half)
+    frequencies = table.expand(dims.n_heads, -1)
+    q = rotate(heads_of(apply(weights.query, x), dims.n_heads), frequencies)
+    k = rotate(heads_of(apply(weights.key, x), dims.n_kv_heads), frequencies[: dims.n_kv_heads])
+    k = k.repeat_interleave(per_group, dim=0)
+    moment = gram(q, k, (q @ k.mT / 10).softmax(-1), rotary_dim)
+
+    decision = SOLVERS["qk"]["logits"].decide(weights, dims, BlockMoments({"logits": moment}), rank, CONFIG)
+    n_pairs, n_plain = split_rank(rank, dims)
+    chosen = logit_selection(moment, dims.n_kv_heads, n_pairs, n_plain, rotary_dim, LOGITS_RIDGE)
+    assert decision.pairs is not None
+    assert torch.equal(decision.pairs, chosen.pairs)
+    assert decision.error == chosen.error > 0
+    coefficients = torch.zeros(dims.n_heads, dims.d_head, dtype=torch.float64)
+    for head in range(dims.n_heads):
+        pairs, plain = chosen.pairs[head // per_group], chosen.plain[head // per_group]
+        coefficients[head, pairs], coefficients[head, pairs + half] = chosen.turns[head].T
+        coefficients[head, plain] = chosen.gains[head]
+    wanted = (features(q, k, rotary_dim) @ coefficients[:, None, :, None]).squeeze(-1)
+
+    narrow_q = heads_of(apply(decision.weights["query"], x), dims.n_heads)
+    narrow_k = heads_of(apply(decision.weights["key"], x), dims.n_kv_heads)
+    kept = table[decision.pairs]
+    narrow_q = rotate(narrow_q, kept.repeat_interleave(per_group, dim=0))
+    narrow_k = rotate(narrow_k, kept).repeat_interleave(per_group, dim=0)
+    torch.testing.assert_close(narrow_q @ narrow_k.mT, wanted, **ROUNDING)
+    assert (decision.weights["query"].bias is None) != bias
+
+
+def products(dims, weights, x, shift=0.0):
+    q, k = apply(weights.query, x), apply(weights.key, x) + shift
+    return SOLVERS["qk"]["logits"].decide(weights, dims, moments_of(dims, query=q, key=k), 4, CONFIG)
+
+
+def test_without_a_rotary_embedding_a_shift_of_all_keys_changes_nothing():
+    torch.manual_seed(2)
+    dims = dims_of(0)
+    weights, x = weights_of(dims), normal(TOKENS, dims.d_model)
+    plain, shifted = (products(dims, weights, x, shift) for shift in (0.0, 5 * normal(dims.n_kv_heads * dims.d_head)))
+    for role in ("query", "key"):
+        torch.testing.assert_close(shifted.weights[role].weight, plain.weights[role].weight, **ROUNDING)
+        torch.testing.assert_close(shifted.weights[role].bias, plain.weights[role].bias, **ROUNDING)
+    assert shifted.error == pytest.approx(plain.error, rel=1e-9)
+    assert plain.pairs is None
+
+    # The error is that of the logits, each query's mean over the keys apart.
+    def logits(query, key):
+        q, k = heads_of(query, dims.n_heads), heads_of(key, dims.n_kv_heads).repeat_interleave(2, dim=0)
+        scores = q @ k.mT
+        return scores - scores.mean(-1, keepdim=True)
+
+    dense = logits(apply(weights.query, x), apply(weights.key, x))
+    narrow = logits(apply(plain.weights["query"], x), apply(plain.weights["key"], x))
+    assert plain.error == pytest.approx(((dense - narrow).norm() / dense.norm()).item(), rel=1e-9)
+    assert 0 < plain.error < 1
+
+
+def test_a_mean_that_a_bias_can_carry_is_kept_exactly():
+    torch.manual_seed(3)
+    dims, config = dims_of(), CONFIG
+    weights = weights_of(dims)
+    assert weights.down is not None
+    z, u = normal(TOKENS, dims.d_int) + 3, normal(TOKENS, dims.n_heads * dims.d_head) - 2
+    moments = moments_of(dims, mlp=z, context=u, value=normal(TOKENS, dims.n_kv_heads * dims.d_head) - 2)
+
+    mlp = SOLVERS["mlp"]["energy"].decide(weights, dims, moments, 7, config)
+    kept = [(mlp.weights["ups"][0].weight[i] == weights.ups[0].weight).all(1).nonzero().item() for i in range(7)]
+    torch.testing.assert_close(
+        apply(mlp.weights["down"], z[:, kept]).mean(0), apply(weights.down, z).mean(0), **ROUNDING
+    )
+    assert torch.equal(mlp.weights["ups"][1].bias, weights.ups[1].bias[kept])
+    papers = SOLVERS["mlp"]["leverage"].decide(weights, dims, moments, 7, config)
+    assert torch.equal(papers.weights["down"].bias, weights.down.bias)
+
+    vo = SOLVERS["vo"]["context"].decide(weights, dims, moments, 4, config)
+    # The new value weights are Bᵀ of the old ones, and these have full row rank in a head: so B can be read off.
+    values = weights.value.weight.unflatten(0, (dims.n_kv_heads, -1))
+    narrow = vo.weights["value"].weight.unflatten(0, (dims.n_kv_heads, -1))
+    basis = (narrow @ torch.linalg.pinv(values)).mT
+    wide = torch.block_diag(*basis.repeat_interleave(2, dim=0))
+    torch.testing.assert_close(
+        apply(vo.weights["output"], u @ wide).mean(0), apply(weights.output, u).mean(0), **ROUNDING
+    )
+    old_bias = weights.value.bias.unflatten(0, (dims.n_kv_heads, 1, -1))
+    torch.testing.assert_close(vo.weights["value"].bias, (old_bias @ basis).flatten(), **ROUNDING)
+    assert torch.equal(
+        SOLVERS["vo"]["svd"].decide(weights, dims, moments, 4, config).weights["output"].bias, weights.output.bias
+    )
+
+
+def test_with_a_bias_the_error_is_of_what_varies_and_without_one_of_everything():
+    torch.manual_seed(4)
+    dims = dims_of()
+    z = normal(TOKENS, dims.d_int) + 3
+    weights = weights_of(dims)
+    assert weights.down is not None
+    moments = moments_of(dims, mlp=z)
+    varying = z - z.mean(0)
+    torch.testing.assert_close(centred(moments, "mlp"), varying.T @ varying, **ROUNDING)
+    carried = SOLVERS["mlp"]["energy"].decide(weights, dims, moments, 7, CONFIG)
+    kept = [(carried.weights["ups"][0].weight[i] == weights.ups[0].weight).all(1).nonzero().item() for i in range(7)]
+    lost = apply(weights.down, z) - apply(carried.weights["down"], z[:, kept])
+    dense = varying @ weights.down.weight.T
+    assert carried.error == pytest.approx((lost.norm() / dense.norm()).item(), rel=1e-9)
+
+    del moments.sums["mlp_sum"]
+    torch.testing.assert_close(centred(moments, "mlp"), z.T @ z, **ROUNDING)
+    plain = weights_of(dims, bias=False)
+    result = SOLVERS["mlp"]["energy"].decide(plain, dims, moments, 7, CONFIG)
+    assert result.weights["down"].bias is None
+
+
+def test_what_is_silent_or_missing_is_noted():
+    torch.manual_seed(5)
+    dims = dims_of()
+    weights = weights_of(dims)
+    z, u = normal(TOKENS, dims.d_int), normal(TOKENS, dims.n_heads * dims.d_head)
+    z[:, :7], u[:, :12] = 0, 0
+    moments = moments_of(dims, mlp=z, context=u)
+    mlp = SOLVERS["mlp"]["energy"].decide(weights, dims, moments, 6, CONFIG)
+    assert mlp.notes[0] == "7 neurons are zero on the whole calibration text"
+    assert mlp.notes[1].startswith("the kept moment lacks 1 of 6 ranks")
+    vo = SOLVERS["vo"]["context"].decide(weights, dims, moments, 3, CONFIG)
+    assert vo.notes == ["the kept contexts lack 6 ranks; a pseudo-inverse was used"]

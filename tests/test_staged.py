@@ -1,0 +1,196 @@
+"""One block in two stages: the MLP's moments behind the compressed attention, and what the logits are measured with."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from conformance.families import FAMILIES, Family, tokens
+from modegpt import attention_logits
+from modegpt.architectures.access import Layout
+from modegpt.attention_logits import FIRST, QUERIES, record_logits
+from modegpt.blocks import run_block
+from modegpt.config import CompressionConfig
+from modegpt.distributed import join_team
+from modegpt.hidden_states import HiddenStates
+from modegpt.modeling_modegpt import decoder_layers
+from modegpt.moments import BlockMoments, record_moments
+from modegpt.preparation import open_source
+from modegpt.report import Stopwatch
+from modegpt.staged import measure_and_compress, mlp_at_rest
+from modegpt.surgery import compress_block, needed_moments, stages
+
+CPU = torch.device("cpu")
+BY_NAME = {family.name: family for family in FAMILIES}
+WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole]
+SEQUENTIAL = [family for family in WITH_MLP if not family.architecture.parallel]
+LOGITS = [family for family in FAMILIES if "qk" not in family.whole and family.dims.rotary_dim]
+
+
+def by_name(families: list[Family]):
+    return pytest.mark.parametrize("family", families, ids=lambda family: family.name)
+
+
+def opened(family: Family):
+    """The family's source and its calibration, in two batches of unequal size."""
+    source = open_source(family.dense(), CPU)
+    return source, source.blocks.embed(tokens(rows=5, length=20), 3, HiddenStates())
+
+
+def moments_of(source, block, calibration, names, rest: bool = False) -> BlockMoments:
+    moments = BlockMoments.zeros(source.dims, names)
+    with record_moments(block, source.architecture, source.dims, moments):
+        if rest:
+            with mlp_at_rest(block, source.architecture):
+                list(run_block(block, 0, calibration, CPU))
+        else:
+            list(run_block(block, 0, calibration, CPU))
+    return moments
+
+
+def staged(source, calibration, ranks, config):
+    block = source.blocks.take(0, CPU)
+    team, watch = join_team(CPU), Stopwatch(CPU)
+    outcome = measure_and_compress(block, 0, calibration, ranks, source, config, CPU, team, watch)
+    return block, outcome
+
+
+@by_name(WITH_MLP)
+def test_an_mlp_at_rest_leaves_the_attention_and_itself_as_they_were(family: Family):
+    source, calibration = opened(family)
+    block = source.blocks.peek(0, CPU)
+    before = list(run_block(block, 0, calibration, CPU))
+    names = ("context", "query", "value")
+    awake = moments_of(source, block, calibration, names)
+    asleep = moments_of(source, block, calibration, names, rest=True)
+    assert asleep.n_tokens == awake.n_tokens == 5 * 20
+    assert all(torch.equal(awake[name], asleep[name]) for name in names)
+    with mlp_at_rest(block, source.architecture):
+        resting = list(run_block(block, 0, calibration, CPU))
+    assert not any(torch.equal(left, right) for left, right in zip(before, resting, strict=True))
+    after = list(run_block(block, 0, calibration, CPU))
+    assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+    assert not any("forward" in vars(module) for module in block.modules())
+
+
+@by_name(SEQUENTIAL)
+def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
+    source, calibration = opened(family)
+    config, ranks = CompressionConfig(solver="best"), family.ranks()[0]
+    full = {"qk": source.dims.d_head, "vo": source.dims.d_head, "mlp": source.dims.d_int}
+    attention = tuple(module for module in ("qk", "vo") if ranks[module] < full[module])
+    assert stages(ranks, source.architecture, source.dims, config) == [attention, ("mlp",)]
+    block, outcome = staged(source, calibration, ranks, config)
+
+    # The same in two calls: a block whose attention alone is cut, then the MLP on what that block computes.
+    by_hand, first = staged(source, calibration, {**ranks, "mlp": full["mlp"]}, config)
+    needed = needed_moments(("mlp",), by_hand, source.architecture, source.dims, config)
+    moments = moments_of(source, by_hand, calibration, needed)
+    second = compress_block(
+        by_hand, source.architecture, source.dims, moments, ranks, config, source.config, 0, ("mlp",), first
+    )  # fmt: skip
+    assert second == outcome
+    pairs = zip(block.state_dict().items(), by_hand.state_dict().values(), strict=True)
+    assert all(torch.equal(left, right) for (_name, left), right in pairs)
+
+    # And it is not what the dense block's moments give.
+    alone, _ = staged(source, calibration, {**full, "mlp": ranks["mlp"]}, config)
+    down = source.architecture.down
+    assert not torch.equal(alone.get_submodule(down).weight, block.get_submodule(down).weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "parallel", "expected"),
+    [
+        ({"solver": "best"}, False, [("qk", "vo"), ("mlp",)]),
+        ({"solver": "best"}, True, [("mlp", "qk", "vo")]),
+        ({"solver": "paper"}, False, [("mlp", "qk", "vo")]),
+        ({"solver": "paper", "mlp_solver": "energy"}, False, [("qk", "vo"), ("mlp",)]),
+        ({"solver": "best", "mlp_solver": "leverage"}, False, [("mlp", "qk", "vo")]),
+    ],
+)
+def test_stages_follow_the_solver_of_the_mlp_and_the_kind_of_block(settings, parallel, expected):
+    family = BY_NAME["gpt_neox" if parallel else "gpt_neox-sequential"]
+    config = CompressionConfig(**settings)
+    ranks = family.ranks()[0]
+    assert stages(ranks, family.architecture, family.dims, config) == expected
+    full = family.full_ranks()[0]
+    assert stages(full, family.architecture, family.dims, config) == []
+    assert stages({**full, "mlp": 1}, family.architecture, family.dims, config) == [("mlp",)]
+    assert stages({**full, "vo": 1}, family.architecture, family.dims, config) == [("vo",)]
+
+
+@by_name([BY_NAME["llama-grouped"], BY_NAME["falcon"]])
+def test_a_block_left_whole_is_not_measured(family: Family):
+    source, calibration = opened(family)
+    block, outcome = staged(source, calibration, family.full_ranks()[0], CompressionConfig(solver="best"))
+    assert outcome.error == {"mlp": 0.0, "qk": 0.0, "vo": 0.0}
+    dense = source.blocks.peek(0, CPU)
+    for left, right in zip(run_block(block, 0, calibration, CPU), run_block(dense, 0, calibration, CPU), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)  # one order of sums may differ, in float32
+
+
+def hooks_of(block) -> list[int]:
+    return [key for module in block.modules() for key in (*module._forward_hooks, *module._forward_pre_hooks)]
+
+
+def with_attention(family: Family, implementation: str):
+    model = AutoModelForCausalLM.from_config(
+        family.config(), dtype=torch.float32, attn_implementation=implementation
+    ).eval()
+    model.load_state_dict(family.dense().state_dict())
+    return model
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@by_name(LOGITS)
+def test_logits_are_measured_with_the_models_own_attention(family: Family, implementation: str, monkeypatch):
+    if family.architecture.softcap and implementation == "sdpa":
+        pytest.skip("torch's kernel has no cap: transformers drops it")
+    ids = tokens(rows=3, length=FIRST + QUERIES)  # every position after the first ones is measured
+    expected = with_attention(family, "eager")(ids, output_attentions=True, use_cache=False).attentions
+    model = with_attention(family, implementation)
+    seen: list[torch.Tensor] = []
+    plain = attention_logits.gram
+
+    def gram(query, key, attention, rotary_dim):
+        seen.append(attention)
+        return plain(query, key, attention, rotary_dim)
+
+    monkeypatch.setattr(attention_logits, "gram", gram)
+    dims = family.dims
+    layout = Layout.dense(family.architecture, dims)
+    for index, block in enumerate(decoder_layers(model, family.architecture.describe())):
+        seen.clear()
+        hooks = hooks_of(block)
+        total = torch.zeros(dims.n_heads, dims.d_head, dims.d_head, dtype=torch.float64)
+        with torch.no_grad(), record_logits(block, layout, total):
+            model(ids, use_cache=False)
+        weights = torch.cat(seen).unflatten(0, (3, dims.n_heads))
+        own = expected[index][:, :, FIRST:]
+        # float32 scores of size ten or so, in another order of sums.
+        torch.testing.assert_close(weights, own, rtol=1e-3, atol=1e-5)
+        if not family.architecture.softcap:
+            # The shares add up to the logits: their variance is that of the log of the attention.
+            logs = torch.where(own > 0, own.double().log(), 0)
+            spread = (own * (logs - (own * logs).sum(-1, keepdim=True)).square()).sum((0, 2, 3))
+            c = torch.ones(dims.d_head, dtype=torch.float64)
+            c[dims.rotary_dim // 2 : dims.rotary_dim] = 0
+            torch.testing.assert_close(total @ c @ c, spread.double(), rtol=1e-3, atol=1e-4)
+        assert hooks_of(block) == hooks
+
+
+def test_logits_of_short_and_long_sequences_are_measured_at_every_length():
+    family = BY_NAME["llama-tied"]
+    model = AutoModelForCausalLM.from_config(family.config())
+    block = decoder_layers(model, family.architecture.describe())[0]
+    for length in (1, 2, FIRST, FIRST + 1, 60):
+        total = torch.zeros(4, 8, 8, dtype=torch.float64)
+        with torch.no_grad(), record_logits(block, Layout.dense(family.architecture, family.dims), total):
+            model(tokens(length=length))
+        assert bool(torch.isfinite(total).all())
+        # The only key of a first token has no spread.
+        assert bool((total.diagonal(dim1=1, dim2=2) >= 0).all())
+        assert (total.abs().max() > 0) == (length > 1)
+        assert math.isclose((total - total.mT).abs().max().item(), 0, abs_tol=1e-6 * total.abs().max().item())
