@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from .architectures.access import Layout
 from .decompose.logits import gram
 
-QUERIES = 24
-"""Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 32 sequences give 768
+QUERIES = 12
+"""Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 32 sequences give 384
 queries for a head's few dozen unknowns."""
 
 FIRST = 8

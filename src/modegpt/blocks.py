@@ -30,6 +30,10 @@ class Calibration:
     arguments: dict[int, list[dict[str, Any]]]
     """By batch size, the keyword arguments of each layer (masks, position embeddings)."""
 
+    def copy(self) -> "Calibration":
+        """Return the same calibration with hidden states of its own."""
+        return Calibration(self.hidden.copy(), self.arguments)
+
 
 class BlockSource(Protocol):
     """Where blocks come from: a model in memory (`ModelBlocks`) or a folder of shards (`ShardBlocks`)."""

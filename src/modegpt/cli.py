@@ -25,6 +25,7 @@ from .cli_support import (
     quiet,
 )
 from .commands.bench import bench
+from .commands.check import check
 from .commands.evaluate import evaluate
 from .commands.report import report as report_page
 from .commands.sweep import sweep
@@ -67,6 +68,7 @@ def compress(
     qk_solver: str | None = typer.Option(None, help="Instead of the solver's: cr or logits."),
     vo_solver: str | None = typer.Option(None, help="Instead of the solver's: svd or context."),
     coverage: float | None = typer.Option(None, help="Extra windows with random tokens; 0.25 of samples with best."),
+    feedback: float | None = typer.Option(None, help="Share of the drift that refits take back; 0.5 with best."),
     ridge: float = typer.Option(DEFAULTS.ridge, help="Lambda of the leverage scores."),
     dtype: str = typer.Option(DEFAULTS.dtype, help=f"Of the written weights: {', '.join(DTYPES)}."),
     device: str = DEVICE,
@@ -99,6 +101,7 @@ def compress(
         qk_solver=qk_solver,
         vo_solver=vo_solver,
         coverage=coverage,
+        feedback=feedback,
         ridge=ridge,
         dtype=dtype,
         device=device,
@@ -301,6 +304,7 @@ def demo(
 
 # Commands with a file of their own.
 app.command("bench")(bench)
+app.command("check")(check)
 app.command("eval")(evaluate)
 app.command("report")(report_page)
 app.command("sweep")(sweep)

@@ -251,16 +251,18 @@ class Run:
         """
         config = self.config
         windows = with_coverage(self.text.windows, config.coverage_share, self.source.config.vocab_size, config.seed)
-        calibration = self._embed(windows)
+        calibration = self._embed(windows, streams=2 if config.feedback_share else 1)
+        # The dense model's own hidden states, for the solvers that correct the drift from them.
+        dense = calibration.copy() if config.feedback_share else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
         outcomes: list[BlockOutcome] = []
         for index in range(self.source.dims.n_layers):
             if (finished := read(index)) is not None:
                 tensors, outcome = finished
-                block = self._restore(index, tensors, outcome)
+                block = self._restore(index, tensors, outcome, dense)
                 del tensors
             else:
-                block, outcome = self._compress_block(blocks, index, calibration, allocation.ranks[index])
+                block, outcome = self._compress_block(blocks, index, calibration, dense, allocation.ranks[index])
                 named = rounded_tensors(block, self.out_dtype).items()
                 keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
                 del named
@@ -272,28 +274,43 @@ class Run:
         return outcomes
 
     def _compress_block(
-        self, blocks: PrefetchedBlocks, index: int, calibration: Calibration, ranks: dict[str, int]
+        self,
+        blocks: PrefetchedBlocks,
+        index: int,
+        calibration: Calibration,
+        dense: Calibration | None,
+        ranks: dict[str, int],
     ) -> tuple[nn.Module, BlockOutcome]:
         source = self.source
         with self.watch.stage("load"):
             block = blocks.take(index)
+        if dense is not None:
+            with self.watch.stage("forward"):
+                self._advance(block, index, dense)
         outcome = measure_and_compress(
-            block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch
+            block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch, dense
         )
         return block, outcome
 
-    def _restore(self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> nn.Module:
+    def _restore(
+        self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome, dense: Calibration | None
+    ) -> nn.Module:
         """Rebuild a finished block from its tensors."""
         source = self.source
-        block = source.blocks.blank(index, self.device)
+        if dense is None:
+            block = source.blocks.blank(index, self.device)
+        else:
+            block = source.blocks.take(index, self.device)
+            self._advance(block, index, dense)
         shrink_block(block, source.architecture.describe(), outcome.layer, source.config)
         own = {name.removeprefix(self._prefix(index)): tensor for name, tensor in tensors.items()}
         block.load_state_dict(own)
         return block
 
-    def _embed(self, windows: Tensor) -> Calibration:
+    def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
         with self.watch.stage("embed"):
-            hidden = HiddenStates(self.config.max_host_memory)
+            limit = self.config.max_host_memory
+            hidden = HiddenStates(None if limit is None else limit // streams)
             windows = self.team.share(windows)
             fitting = max(1, TOKENS_PER_BATCH[self.device.type] // windows.shape[1])
             return self.source.blocks.embed(windows, self.config.batch_size or fitting, hidden)

@@ -19,6 +19,8 @@ SOLVERS = {module: tuple(preset[module] for preset in PRESETS.values()) for modu
 COVERAGE = 0.25
 """Share of extra calibration windows that `best` makes (`calibration.coverage_windows`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "plan")
+FEEDBACK = 0.5
+"""Share of the drift that `energy` takes back: none of it loses more, on text like and unlike the calibration text."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,9 @@ class CompressionConfig:
     coverage: float | None = None
     """Extra calibration windows, as a share of `samples`, with tokens that the text does not hold; None for 0.25 with
     `best` and none with `paper`."""
+    feedback: float | None = None
+    """Share of the drift from the dense model that each refit of a down projection takes back, in [0, 1]; None for
+    0.5 with the `energy` solver of the MLP and 0 with `leverage`."""
     ridge: float = 1.0
     """λ of the leverage scores, on the unnormalised moment."""
     dtype: str = "auto"
@@ -107,6 +112,10 @@ class CompressionConfig:
                 check_choice(f"{module}_solver", chosen, solvers)
         if self.coverage is not None and not 0 <= self.coverage <= 1:
             raise InputError(f"coverage {self.coverage} is outside [0, 1]: give a share such as 0.25, or 0 for none")
+        if self.feedback is not None and not 0 <= self.feedback <= 1:
+            raise InputError(f"feedback {self.feedback} is outside [0, 1]: give a share such as 0.5, or 0 for none")
+        if self.feedback and self.solver_of("mlp") != "energy":
+            raise InputError("feedback needs the MLP solver 'energy': give --mlp-solver energy, or --feedback 0")
         if not self.modules:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
         for module in self.modules:
@@ -122,6 +131,13 @@ class CompressionConfig:
         if self.coverage is not None:
             return self.coverage
         return COVERAGE if self.solver == "best" else 0.0
+
+    @property
+    def feedback_share(self) -> float:
+        """Share of the drift that the MLP's refits take back; 0 where the MLP stays whole."""
+        if "mlp" not in self.modules or self.solver_of("mlp") != "energy":
+            return 0.0
+        return FEEDBACK if self.feedback is None else self.feedback
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""

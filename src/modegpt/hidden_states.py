@@ -27,6 +27,13 @@ class HiddenStates:
     def __len__(self) -> int:
         return len(self._items)
 
+    def copy(self) -> "HiddenStates":
+        """Return a copy of every batch, under the same limit."""
+        copied = HiddenStates(self._max_bytes, self._folder)
+        for states in self:
+            copied.append(states)
+        return copied
+
     @property
     def spilled(self) -> int:
         """How many batches are on disk."""

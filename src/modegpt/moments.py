@@ -20,6 +20,7 @@ from .errors import NumericalError
 SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),
     "mlp_sum": lambda d: (d.d_int,),
+    "mlp_drift": lambda d: (d.d_int, d.d_model),
     "query": lambda d: (d.n_heads, d.d_head),
     "key": lambda d: (d.n_kv_heads, d.d_head),
     "query_moment": lambda d: (d.n_heads, d.d_head, d.d_head),
@@ -30,11 +31,12 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "context_sum": lambda d: (d.n_heads * d.d_head,),
     "logits": lambda d: (d.n_heads, d.d_head, d.d_head),
 }
-"""The sums that can be taken, with `z` the input of the down projection, `q k v` the projections' outputs before the
-rotary embedding, biases included, and `u` the contexts, the input of the output projection: `mlp = Σ z zᵀ`,
-`mlp_sum = Σ z`, `query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`,
-`value = Σ v vᵀ` by head, `context = Σ u uᵀ` over all heads, `context_sum = Σ u`, and `logits`, the covariance of the
-coordinates' shares in the attention logits (`decompose.logits`)."""
+"""The sums that can be taken. `z` is the input of the down projection, `q k v` are the projections' outputs before the
+rotary embedding, biases included, `u` is the context, the input of the output projection, and `r` is what the block's
+output lacks of the dense model's. Over all tokens: `mlp = Σ z zᵀ`, `mlp_sum = Σ z`, `mlp_drift = Σ z rᵀ`; by head
+`query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; over
+all heads `context = Σ u uᵀ` and `context_sum = Σ u`; and `logits`, the covariance of the coordinates' shares in the
+attention logits (`decompose.logits`)."""
 
 MEANINGS = {"mlp": "MLP activations", "context": "contexts", "logits": "attention logits"}
 
@@ -46,6 +48,7 @@ class BlockMoments:
     sums: dict[str, Tensor]
     """By the names of `SHAPES`."""
     n_tokens: int = field(default=0)
+    _mlp_input: Tensor | None = field(default=None, repr=False)
 
     @classmethod
     def zeros(
@@ -67,6 +70,8 @@ class BlockMoments:
                 what the output projection reads. Cost: `2·d_int²` operations a token for `mlp`.
         """
         x = states.flatten(0, -2).float()
+        if source == "mlp" and "mlp_drift" in self.sums:
+            self._mlp_input = x
         for name in self.sums.keys() & {source, f"{source}_sum", f"{source}_moment"}:
             total = self.sums[name]
             if name in ("mlp", "context"):
@@ -76,6 +81,12 @@ class BlockMoments:
             else:
                 heads = x.unflatten(-1, (len(total), -1)).transpose(0, 1)
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
+
+    def update_drift(self, lacking: Tensor) -> None:
+        """Add `(..., d_model)` residuals of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
+        assert self._mlp_input is not None
+        self.sums["mlp_drift"] += self._mlp_input.mT @ lacking.flatten(0, -2).float()
+        self._mlp_input = None
 
     def merge(self, other: "BlockMoments") -> None:
         """Add the moments of other tokens of the same block: sums of disjoint batches merge exactly."""

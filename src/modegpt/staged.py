@@ -27,19 +27,23 @@ def measure_and_compress(
     device: torch.device,
     team: Team,
     watch: Stopwatch,
+    dense: Calibration | None = None,
 ) -> BlockOutcome:
     """Compress a dense block in place, on the hidden states that the blocks before it produce.
 
     The paper's solvers read the dense block. A solver that is `late` reads the MLP's moments from the block whose
-    attention is already compressed, so that the refit makes up for what attention lost.
+    attention is already compressed, so that the refit makes up for what attention lost. With `dense`, the hidden
+    states of the dense model after this block, it makes up for a share of what all blocks before lost, too.
     """
     outcome = None
     parts = stages(ranks, source.architecture, source.dims, config) or [()]
     for modules in parts:
         needed = needed_moments(modules, block, source.architecture, source.dims, config)
+        if dense is not None and "mlp" in modules:
+            needed = (*needed, "mlp_drift")
         moments = BlockMoments.zeros(source.dims, needed, device)
         with watch.stage("moments"):
-            _measure(block, index, calibration, modules, source, moments, device)
+            _measure(block, index, calibration, modules, source, moments, device, dense)
         team.sum_moments(moments)
         moments.check_finite(index)
         with watch.stage("decompose"):
@@ -59,15 +63,18 @@ def _measure(
     source: Source,
     moments: BlockMoments,
     device: torch.device,
+    dense: Calibration | None,
 ) -> None:
     if not modules:
         return
+    targets = iter(dense.hidden) if dense is not None and "mlp_drift" in moments.sums else None
     with ExitStack() as stack:
         stack.enter_context(record_moments(block, source.architecture, source.dims, moments))
         if "mlp" not in modules:
             stack.enter_context(mlp_at_rest(block, source.architecture))
-        for _ in run_block(block, index, calibration, device):
-            pass
+        for output in run_block(block, index, calibration, device):
+            if targets is not None:
+                moments.update_drift(next(targets).to(device) - output)
 
 
 @contextmanager

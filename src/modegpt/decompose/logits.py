@@ -53,7 +53,7 @@ def features(query: Tensor, key: Tensor, rotary_dim: int) -> Tensor:
 def gram(query: Tensor, key: Tensor, attention: Tensor, rotary_dim: int) -> Tensor:
     """Return `H = Σ_i Cov_{j~a_i}(f_ij)`, `(..., d_head, d_head)`: the attention-weighted covariance of the features.
 
-    Cost: `2·n_queries·n_keys·d_head²` operations.
+    The features themselves are never formed. Cost: `2·n_queries·n_keys·d_head²` operations.
 
     Args:
         query: as in `features`.
@@ -61,10 +61,20 @@ def gram(query: Tensor, key: Tensor, attention: Tensor, rotary_dim: int) -> Tens
         attention: `(..., n_queries, n_keys)` attention of the dense model; each row sums to 1.
         rotary_dim: as in `features`.
     """
-    f = features(query, key, rotary_dim)
-    centred = f - attention[..., None, :] @ f
-    weighted = (centred * attention.sqrt()[..., None]).flatten(-3, -2)
-    return weighted.mT @ weighted
+    mean = attention @ key
+    spread = key[..., None, :, :] * attention.sqrt()[..., None]
+    covariance = spread.mT @ spread - mean[..., :, None] * mean[..., None, :]
+    # A query's features are linear in the key: f = T k, so its Gram matrix is T Cov_a(k) Tᵀ.
+    left = _linear(query, covariance, rotary_dim)
+    return _linear(query, left.mT, rotary_dim).sum(-3)
+
+
+def _linear(query: Tensor, matrix: Tensor, rotary_dim: int) -> Tensor:
+    """Apply to the rows of `(..., n_queries, d_head, m)` matrices the map `T` of each query: `T k` are its features."""
+    half = rotary_dim // 2
+    q1, q2, plain = query[..., None].split([half, half, query.shape[-1] - rotary_dim], dim=-2)
+    m1, m2, rest = matrix.split([half, half, matrix.shape[-2] - rotary_dim], dim=-2)
+    return torch.cat((q1 * m1 + q2 * m2, q2 * m1 - q1 * m2, plain * rest), dim=-2)
 
 
 def logit_selection(moment: Tensor, n_kv_heads: int, n_pairs: int, n_plain: int, rotary_dim: int, ridge: float):
