@@ -1,0 +1,250 @@
+"""What modegpt can do with a model: told from its config, then proved on a model."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+
+from .architectures import Architecture, Dimensions, architecture_of
+from .compress import compress
+from .config import CompressionConfig
+from .densify import densify, in_float64
+from .tiny import random_model, tiny_config
+
+ROWS, LENGTH = 2, 24
+"""Tokens of a check: more than the sliding window and the trained length of a tiny model."""
+NEW_TOKENS = 8
+SMALL = 10**7
+"""Parameters below which a model is checked in float64."""
+WINDOW = 64
+TOKENS_PER_NEURON = 4
+"""Calibration tokens, random ids, as no quality is measured. With fewer than neurons, the refit is ill-conditioned and
+its large weights amplify rounding."""
+ROUNDING = 1e4
+"""Allowed difference of two ways to compute the same logits, in roundings of the largest: some hundred operations in
+another order, with room for the refit's large weights. A wrong coordinate changes the logits by their own size."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer."""
+
+    name: str
+    result: str
+    """`told` (a fact), `passed`, `failed` or `skipped`."""
+    meaning: str
+
+
+@dataclass
+class Subject:
+    """The models that the checks look at."""
+
+    original: Any
+    """As it was given: what is compressed."""
+    compressed: Any
+    dense: Any
+    """What the compressed model is held against: the original, in float64 where it is small."""
+    architecture: Architecture
+    dims: Dimensions
+
+    @property
+    def small(self) -> bool:
+        """Whether copies in float64, where a wrong number stands out from rounding, cost nothing."""
+        return self.original.num_parameters() < SMALL
+
+    def compress(self, windows: Tensor, sparsity: float) -> Any:
+        """Return the original, compressed, in the dtype of `dense`."""
+        model = compress(self.original, windows, CompressionConfig(sparsity=sparsity))
+        return in_float64(model) if self.small else model
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids to run."""
+        return random_ids(ROWS, LENGTH, self.dense.config, seed=1)
+
+    def allowed(self, logits: Tensor, eager: bool = False) -> float:
+        """Return the difference from `logits` that rounding explains.
+
+        Whatever the dtype, stock eager attention takes its softmax in float32, and some families rotate in it.
+        """
+        eager = eager or not self.dense._supports_sdpa
+        dtype = torch.float32 if eager or self.architecture.upcast_rotary else logits.dtype
+        return ROUNDING * torch.finfo(dtype).eps * logits.abs().max().item()
+
+
+def make_tiny(config: PreTrainedConfig) -> Any:
+    """Return a small random model with the switches of `config`."""
+    return random_model(tiny_config(config, architecture_of(config)))
+
+
+def run_checks(dense: Any, sparsity: float, progress: Callable[[str, int, int], None] | None = None) -> list[Check]:
+    """Compress a model and hold it against what must be true of every compressed model.
+
+    A check that raises is a failed check: of a family in the making, the first ones to break tell the most.
+
+    Args:
+        dense: a causal language model, in float32.
+        sparsity: to compress it by.
+        progress: called with `check`, the checks done and the checks in all.
+    """
+    architecture = architecture_of(dense.config)
+    dims = Dimensions.of(architecture, dense.config)
+    windows = random_ids(max(8, TOKENS_PER_NEURON * dims.d_int // WINDOW), WINDOW, dense.config, seed=2)
+    subject = Subject(dense, None, dense, architecture, dims)
+    subject.dense = in_float64(dense) if subject.small else dense
+    done: list[Check] = []
+    for name, check in CHECKS.items():
+        try:
+            if subject.compressed is None and check is not _sparsity_zero:
+                subject.compressed = subject.compress(windows, sparsity)
+            result, meaning = check(subject)
+        except Exception as problem:  # whatever breaks is the answer
+            result, meaning = "failed", f"{type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
+        done.append(Check(name, result, meaning))
+        if progress is not None:
+            progress("check", len(done), len(CHECKS))
+    return done
+
+
+def random_ids(rows: int, length: int, config: Any, seed: int) -> Tensor:
+    """Return random token ids, without the first three, which are often special."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, config.vocab_size, (rows, length), generator=generator)
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    return model(ids.to(model.device), use_cache=False, **options).logits.cpu()
+
+
+def _verdict(difference: float, allowed: float, passed: str, failed: str) -> tuple[str, str]:
+    told = f"logits differ by {difference:.1e} at most, allowed {allowed:.1e}"
+    # Written so that a NaN fails.
+    return ("passed", f"{passed} ({told})") if difference <= allowed else ("failed", f"{failed} ({told})")
+
+
+def _distance(result: Tensor, expected: Tensor) -> float:
+    return (result - expected).abs().max().item()
+
+
+def _sparsity_zero(subject: Subject) -> tuple[str, str]:
+    whole, expected = subject.compress(subject.ids, 0.0), _logits(subject.dense, subject.ids)
+    return _verdict(
+        _distance(_logits(whole, subject.ids), expected),
+        subject.allowed(expected),
+        "with nothing removed the model computes what it did",
+        "with nothing removed it already computes something else: the family's description is wrong",
+    )
+
+
+def _zeroed(subject: Subject) -> tuple[str, str]:
+    widened = densify(subject.architecture, subject.dims, subject.compressed, subject.dense)
+    expected = _logits(widened, subject.ids)
+    if _distance(expected, _logits(subject.dense, subject.ids)) <= subject.allowed(expected):
+        return "failed", "nothing was removed: give a larger sparsity"
+    return _verdict(
+        _distance(_logits(subject.compressed, subject.ids), expected),
+        subject.allowed(expected),
+        "it computes what the dense model does with the removed coordinates set to zero",
+        "it does not compute what the dense model does with the removed coordinates set to zero",
+    )
+
+
+def _parameters(subject: Subject) -> tuple[str, str]:
+    dense, left = subject.dense.num_parameters(), subject.compressed.num_parameters()
+    report = subject.compressed.modegpt_report
+    told = report["parameters"]
+    if told != {"dense": dense, "compressed": left}:
+        return "failed", f"the report says {told}, and the models have {dense:,} and {left:,} parameters"
+    share = report["sparsity"]["blocks"]
+    return "passed", f"{dense:,} parameters became {left:,}, as reported: {share:.1%} of the decoder blocks are gone"
+
+
+def _fresh_process(subject: Subject) -> tuple[str, str]:
+    """Load the saved folder where modegpt cannot be imported, and compare the bits."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subject.compressed.save_pretrained(folder / "model")
+        torch.save(
+            {"ids": subject.ids, "logits": _logits(subject.compressed.cpu(), subject.ids)}, folder / "expected.pt"
+        )
+        environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"}
+        threads = str(torch.get_num_threads())
+        run = subprocess.run(
+            [sys.executable, "-c", LOADER, str(folder), threads],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if run.returncode == 0:
+        return "passed", "saved and opened by transformers alone, with trust_remote_code, it gives the same bits"
+    lines = run.stderr.strip().splitlines() or ["no message"]
+    return "failed", f"it does not open as it was saved: {lines[-1]}"
+
+
+LOADER = """
+import sys
+sys.modules["modegpt"] = None
+import torch
+from transformers import AutoModelForCausalLM
+folder, threads = sys.argv[1:]
+torch.set_num_threads(int(threads))
+expected = torch.load(folder + "/expected.pt")
+model = AutoModelForCausalLM.from_pretrained(folder + "/model", trust_remote_code=True).eval()
+with torch.no_grad():
+    logits = model(expected["ids"], use_cache=False).logits
+assert torch.equal(logits, expected["logits"]), "the logits differ after loading"
+"""
+"""What the fresh process runs: `sys.modules[name] = None` is how Python marks a module that cannot be imported."""
+
+
+@torch.no_grad()
+def _cached(subject: Subject) -> tuple[str, str]:
+    model, ids = subject.compressed, subject.ids.to(subject.compressed.device)
+    expected, cache = _logits(model, ids), DynamicCache(config=model.config)
+    pieces = [model(piece, past_key_values=cache).logits.cpu() for piece in ids.split([9, 1, 4, 1, LENGTH - 15], dim=1)]
+    difference, allowed = _distance(torch.cat(pieces, dim=1), expected), subject.allowed(expected)
+    if not difference <= allowed:
+        return _verdict(difference, allowed, "", "read piece by piece with a cache it computes something else")
+    prompt = ids[:, :9]
+    output = model.generate(prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    scores = _logits(model, output)[:, len(prompt[0]) - 1 : -1]
+    chosen = scores.gather(-1, output[:, len(prompt[0]) :, None].cpu())[..., 0]
+    short = (scores.max(-1).values - chosen).max().item()
+    if short <= subject.allowed(scores):
+        return "passed", "generating with a cache takes the tokens that a full forward pass finds likeliest"
+    return "failed", f"generate takes a token whose logit is {short:.1e} below the likeliest of a full forward pass"
+
+
+def _kernels(subject: Subject) -> tuple[str, str]:
+    model, used = subject.compressed, subject.compressed.config._attn_implementation
+    if not model._supports_sdpa:
+        return "skipped", "transformers has no SDPA attention for this family"
+    found: list[Tensor] = []
+    try:
+        for implementation in ("sdpa", "eager"):
+            model.set_attn_implementation(implementation)
+            found.append(_logits(model, subject.ids))
+    finally:
+        model.set_attn_implementation(used)
+    difference, allowed = _distance(*found), subject.allowed(found[0], eager=True)
+    return _verdict(difference, allowed, "both attention kernels give the same", "the two attention kernels disagree")
+
+
+CHECKS: dict[str, Callable[[Subject], tuple[str, str]]] = {
+    "sparsity 0": _sparsity_zero,
+    "zeroed coordinates": _zeroed,
+    "parameter count": _parameters,
+    "fresh process": _fresh_process,
+    "cached generation": _cached,
+    "sdpa and eager": _kernels,
+}

@@ -1,0 +1,141 @@
+"""What a model's config says about how it can be compressed, in plain words and without its weights."""
+
+from collections import Counter
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .allocation import allocate
+from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture_of
+from .errors import InputError
+from .modeling_modegpt import decoder_layers
+from .preparation import layer_sizes
+from .ranks import LayerSizes
+from .shards import skeleton
+
+GUIDE = "docs/adding-an-architecture.md"
+NAMES = {"mlp": "MLP", "qk": "query-key", "vo": "value-output"}
+UNITS = {"mlp": "neurons", "qk": "coordinates a head", "vo": "coordinates a head"}
+CACHE_BYTES = 2
+"""Of a cached number in bfloat16 or float16."""
+
+
+def supported(config: PreTrainedConfig) -> Architecture:
+    """Return the architecture of a config, or say what to do about a family that is not there.
+
+    Raises:
+        InputError: it is not supported.
+    """
+    try:
+        return architecture_of(config)
+    except InputError as problem:
+        if config.model_type in ARCHITECTURES or getattr(config, "modegpt", None):
+            raise
+        raise InputError(f"{problem}; {GUIDE} says how to add a family") from problem
+
+
+def facts(config: PreTrainedConfig, architecture: Architecture, sparsity: float) -> dict[str, str]:
+    """Return what is true of the models of one config, by topic.
+
+    Args:
+        config: of a dense model.
+        architecture: its family, resolved.
+        sparsity: for which the ranks and the cache are told.
+
+    Raises:
+        InputError: so much cannot be removed; says the largest sparsity that can.
+    """
+    dims = Dimensions.of(architecture, config)
+    blocks = decoder_layers(skeleton(config), architecture.describe())
+    sizes = [layer_sizes(block, architecture, dims) for block in blocks]
+    ranks = allocate("uniform", sizes, sparsity).ranks
+    return {
+        "family": f"{architecture.model_type} ({architecture.causal_class}): {architecture.notes}",
+        "heads": _heads(dims),
+        "projections": _projections(architecture, blocks[0]),
+        "positions": _positions(config, architecture, dims),
+        "attention window": _window(config, dims),
+        **{f"{NAMES[module]} ranks": _rank(module, sizes[0], architecture, ranks[0], sparsity) for module in NAMES},
+        "removable": _removable(sizes, ranks, sparsity),
+        "KV cache": _cache(dims, ranks, sparsity),
+    }
+
+
+def _heads(dims: Dimensions) -> str:
+    wide = f"{dims.n_heads} query heads of {dims.d_head} coordinates"
+    if dims.n_kv_heads == dims.n_heads:
+        return f"{wide}, each with its own key and value head"
+    if dims.n_kv_heads == 1:
+        return f"{wide} share one key and value head (multi-query): they share its choice of coordinates"
+    return (
+        f"{wide} in {dims.n_kv_heads} groups with a key and value head each: a group shares its choice of coordinates"
+    )
+
+
+def _projections(architecture: Architecture, block: Any) -> str:
+    heads = (architecture.query, architecture.key, architecture.value)
+    told = []
+    if len(set(heads)) == 1:
+        order = "alternating by key head" if architecture.by_group else "one after another"
+        told.append(f"query, key and value are fused in {architecture.query} ({order}), which is cut in place")
+    if len(architecture.up) > len(set(architecture.up)):
+        told.append(f"gate and up are fused in {architecture.up[0]}, which is cut in place")
+    biased = [
+        role for role in ("query", "key", "value", "output") if architecture.projection(block, role).bias is not None
+    ]
+    if architecture.down and architecture.projection(block, "down").bias is not None:
+        biased.append("MLP")
+    told.append(f"biases: {', '.join(biased) or 'none'}")
+    if architecture.parallel:
+        told.append("attention and MLP are parallel: both read the block's input")
+    return "; ".join(told)
+
+
+def _positions(config: Any, architecture: Architecture, dims: Dimensions) -> str:
+    if not dims.rotary_dim:
+        return "no rotary embedding: query-key coordinates are chosen one by one"
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_type = {name: value for name, value in rope.items() if isinstance(value, dict)} or {"": rope}
+    kinds = [f"{value.get('rope_type', 'default')}{f' in {name}' if name else ''}" for name, value in by_type.items()]
+    part = (
+        "whole heads" if dims.rotary_dim == dims.d_head else f"{dims.rotary_dim} of a head's {dims.d_head} coordinates"
+    )
+    laid = "stored side by side, reordered once" if architecture.interleaved else "half a head apart"
+    return f"rotary ({', '.join(kinds)}) on {part}; its pairs ({laid}) are kept or dropped whole"
+
+
+def _window(config: Any, dims: Dimensions) -> str:
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    counts = Counter(types) if types else Counter({"sliding_attention" if window else "full_attention": dims.n_layers})
+    if not window or not counts["sliding_attention"]:
+        return "every layer attends to all tokens before it"
+    return (
+        f"{counts['sliding_attention']} of {dims.n_layers} layers attend to the last {window:,} tokens; kept as it is"
+    )
+
+
+def _rank(module: str, size: LayerSizes, architecture: Architecture, ranks: dict[str, int], sparsity: float) -> str:
+    full = size.full[module]
+    if module not in size.whole:
+        units = UNITS[module] + (", in pairs" if size.step[module] == 2 else "")
+        return f"{size.step[module]} to {full:,} {units}; {ranks[module]:,} at sparsity {sparsity:g}"
+    if module == "mlp":
+        return f"stays whole: its experts ({architecture.whole_mlp}) have no common rank"
+    return "stays whole: queries and keys are normalised, and the norm reads all coordinates"
+
+
+def _removable(sizes: list[LayerSizes], ranks: list[dict[str, int]], sparsity: float) -> str:
+    free = sum(size.weight(module) for size in sizes for module in size.full if module not in size.whole)
+    total = sum(size.total for size in sizes)
+    removed = sum(size.removed(rank) for size, rank in zip(sizes, ranks, strict=True))
+    return (
+        f"{free / total:.1%} of the {total:,} parameters of the decoder blocks have a rank to cut; "
+        f"the uniform rule at sparsity {sparsity:g} takes {removed / total:.1%}"
+    )
+
+
+def _cache(dims: Dimensions, ranks: list[dict[str, int]], sparsity: float) -> str:
+    unit = dims.n_kv_heads * CACHE_BYTES
+    dense, left = 2 * dims.d_head * dims.n_layers * unit, sum(rank["qk"] + rank["vo"] for rank in ranks) * unit
+    return f"{dense:,} bytes a token in 16 bits, {left:,} at sparsity {sparsity:g}"

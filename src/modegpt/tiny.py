@@ -1,0 +1,99 @@
+"""A tiny random model with the switches of a large one: what is checked on it holds for the large one's code path."""
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from .architectures import Architecture, Dimensions
+
+VOCABULARY = 101
+D_HEAD = 16
+D_INT = 80
+MIN_LAYERS = 3
+WINDOW = 6
+"""Sliding window and trained length: shorter than what the checks run, so that they are passed."""
+TRAINED = 16
+
+
+def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrainedConfig:
+    """Return a config of the same class with every switch as it is and small sizes.
+
+    Kept in kind are: grouped, multi-query or plain heads; whether the heads are together as wide as the model; the
+    part of a head that is rotated and how; each type of layer; tied embeddings.
+
+    Args:
+        config: of a dense model; left as it is.
+        architecture: its family, resolved.
+    """
+    dims, small = Dimensions.of(architecture, config), copy.deepcopy(config)
+    n_heads = 4
+    d_head = D_HEAD
+    sizes: dict[str, Any] = {
+        "hidden_size": n_heads * d_head if dims.d_head * dims.n_heads == dims.d_model else 48,
+        "num_attention_heads": n_heads,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4 * TRAINED,
+        "original_max_position_embeddings": TRAINED,
+        "sliding_window": WINDOW,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "head_dim": d_head,
+        "word_embed_proj_dim": 32,
+        architecture.width: D_INT,
+    }
+    if getattr(config, "word_embed_proj_dim", None) == dims.d_model:
+        sizes["word_embed_proj_dim"] = sizes["hidden_size"]
+    if isinstance(architecture.kv_heads, str):
+        sizes[architecture.kv_heads] = {1: 1, dims.n_heads: n_heads}.get(dims.n_kv_heads, 2)
+    types = getattr(config, "layer_types", None)
+    if types:
+        types = list(dict.fromkeys(types))
+        small.layer_types = types = types + types[:1] * (MIN_LAYERS - len(types))
+    small.num_hidden_layers = len(types or ()) or MIN_LAYERS
+    for name, value in sizes.items():
+        if getattr(config, name, None) is not None:
+            _set(small, name, value)
+    # No end token, so that every generation has the length that was asked for.
+    for name, token in {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "unk_token_id": 2}.items():
+        if hasattr(config, name):
+            setattr(small, name, token)
+    small.rope_parameters = _scaled(getattr(config, "rope_parameters", None), d_head)
+    small.dtype, small._name_or_path = torch.float32, ""
+    return type(config).from_dict(small.to_dict())
+
+
+def _set(config: Any, name: str, value: Any) -> None:
+    # A property follows from the others, as Falcon's head_dim.
+    with contextlib.suppress(AttributeError):
+        setattr(config, name, value)
+
+
+def _scaled(rope: Any, d_head: int) -> Any:
+    """Return rotary parameters for small heads and a short trained length."""
+    if not isinstance(rope, dict):
+        return rope
+    if any(isinstance(value, dict) for value in rope.values()):  # one set for each type of layer
+        return {name: _scaled(value, d_head) for name, value in rope.items()}
+    small, n_pairs = dict(rope), int(d_head * rope.get("partial_rotary_factor", 1.0)) // 2
+    for name in ("short_factor", "long_factor"):
+        if name in small:
+            small[name] = [small[name][pair * len(small[name]) // n_pairs] for pair in range(n_pairs)]
+    if "original_max_position_embeddings" in small:
+        small["original_max_position_embeddings"] = TRAINED
+    return small
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
+    """Return a float32 model whose every parameter is random: biases and norms too, which start at 0 and 1."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = "norm" in name and name.endswith("weight")
+            # Strong embeddings and weak biases: the next token must depend on the tokens before it.
+            std = 0.1 if name.endswith("bias") else 1.0 if "embed" in name else 0.3
+            parameter.normal_(mean=1.0 if gain else 0.0, std=std)
+    return model.eval()
