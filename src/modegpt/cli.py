@@ -26,7 +26,6 @@ from .cli_support import (
 )
 from .commands.bench import bench
 from .commands.check import check
-from .commands.check import check
 from .commands.evaluate import evaluate
 from .commands.report import report as report_page
 from .commands.sweep import sweep
@@ -305,7 +304,6 @@ def demo(
 
 # Commands with a file of their own.
 app.command("bench")(bench)
-app.command("check")(check)
 app.command("check")(check)
 app.command("eval")(evaluate)
 app.command("report")(report_page)
