@@ -141,12 +141,59 @@ def test_nan_in_the_weights_names_layer_and_matrix_and_leaves_nothing(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_infinite_activations_name_layer_and_matrix():
+@pytest.mark.parametrize(("solver", "what"), [("paper", "key states"), ("best", "attention logits")])
+def test_infinite_activations_name_layer_and_matrix(solver, what):
     model = tiny_llama()
     with torch.no_grad():
         model.model.layers[2].self_attn.k_proj.weight.mul_(1e25)
-    with pytest.raises(NumericalError, match="layer 2: NaN or infinity in the key states"):
-        modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25))
+    with pytest.raises(NumericalError, match=f"layer 2: NaN or infinity in the {what}"):
+        modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, solver=solver))
+
+
+@pytest.mark.parametrize(
+    ("n_kv_heads", "expected"),
+    [
+        (2, [(0.229281, 0.446337, 0.296796), (0.270802, 0.414345, 0.285925), (0.29383, 0.40666, 0.256162)]),
+        (4, [(0.234901, 0.392529, 0.222403), (0.274326, 0.408147, 0.223989), (0.283964, 0.382133, 0.220254)]),
+    ],
+)
+def test_the_papers_solvers_give_what_they_gave_when_there_were_no_others(n_kv_heads, expected):
+    model = tiny_llama(num_key_value_heads=n_kv_heads)
+    report = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, solver="paper")).modegpt_report
+    for layer, errors in zip(report["layers"], expected, strict=True):
+        # Written with six digits; float32 rounding differs between machines.
+        assert tuple(layer["error"].values()) == pytest.approx(errors, abs=1e-5)
+
+
+def test_each_module_takes_the_solver_it_was_given():
+    def first_errors(**settings: object) -> dict[str, float]:
+        # One coverage for all, so that the first layer sees the same states whatever the solvers.
+        config = CompressionConfig(sparsity=0.25, coverage=0, **settings)
+        return modegpt.compress(tiny_llama(num_hidden_layers=1), windows(), config).modegpt_report["layers"][0]["error"]
+
+    paper, best = first_errors(solver="paper"), first_errors(solver="best")
+    mixed = first_errors(solver="best", qk_solver="cr", mlp_solver="leverage")
+    assert mixed == {"mlp": paper["mlp"], "qk": paper["qk"], "vo": best["vo"]}
+    mixed = first_errors(solver="paper", vo_solver="context", mlp_solver="energy")
+    assert (mixed["qk"], mixed["vo"]) == (paper["qk"], best["vo"])
+    # Energy reads the MLP behind the compressed attention, which is another one.
+    assert mixed["mlp"] not in (paper["mlp"], best["mlp"])
+
+
+def test_best_adds_coverage_and_paper_does_not():
+    model = tiny_llama(num_hidden_layers=1)
+
+    def weights(**settings: object) -> torch.Tensor:
+        config = CompressionConfig(sparsity=0.25, modules=("mlp",), **settings)
+        return modegpt.compress(model, windows(), config).model.layers[0].mlp.down_proj.weight
+
+    assert torch.equal(weights(solver="paper"), weights(solver="paper", coverage=0))
+    assert torch.equal(weights(solver="best"), weights(solver="best", coverage=0.25))
+    assert not torch.equal(weights(solver="best"), weights(solver="best", coverage=0))
+    assert not torch.equal(weights(solver="paper"), weights(solver="paper", coverage=0.25))
+    assert CompressionConfig(solver="best").coverage_share == 0.25
+    assert CompressionConfig(solver="best", coverage=0).coverage_share == 0
+    assert CompressionConfig(solver="paper").coverage_share == 0
 
 
 def test_dead_neurons_are_dropped_first_and_reported():
@@ -171,6 +218,12 @@ def test_dead_neurons_are_dropped_first_and_reported():
         ({"samples": 0}, "samples 0 is not a positive"),
         ({"temperature": 0.0}, "temperature"),
         ({"dtype": "int8"}, "allowed: auto, float32"),
+        ({"solver": "good"}, "solver 'good' is unknown; allowed: paper, best"),
+        ({"mlp_solver": "cr"}, "mlp_solver 'cr' is unknown; allowed: leverage, energy"),
+        ({"qk_solver": "svd"}, "qk_solver 'svd' is unknown; allowed: cr, logits"),
+        ({"vo_solver": "best"}, "vo_solver 'best' is unknown; allowed: svd, context"),
+        ({"coverage": 1.5}, r"coverage 1\.5 is outside \[0, 1\]"),
+        ({"coverage": float("nan")}, "coverage nan is outside"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings, message):

@@ -116,10 +116,10 @@ def stop_after(n_blocks: int):
     return progress
 
 
-@pytest.mark.parametrize("allocation", ["uniform", "influence"])
-def test_a_stopped_run_resumes_to_the_same_bytes(allocation, tmp_path: Path):
+@pytest.mark.parametrize(("allocation", "solver"), [("uniform", "best"), ("influence", "paper")])
+def test_a_stopped_run_resumes_to_the_same_bytes(allocation, solver, tmp_path: Path):
     llama().save_pretrained(tmp_path / "dense")
-    config = CompressionConfig(sparsity=0.25, batch_size=4, allocation=allocation, dtype="bfloat16")
+    config = CompressionConfig(sparsity=0.25, batch_size=4, allocation=allocation, solver=solver, dtype="bfloat16")
     compress_to_folder(tmp_path / "dense", windows(), tmp_path / "whole", config)
     with pytest.raises(StopError):
         compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config, progress=stop_after(2))
