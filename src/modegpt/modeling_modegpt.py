@@ -113,8 +113,11 @@ class CompressedAttention:
     def _leave(self, context: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection."""
         output = getattr(self, self._names["output"])(context.flatten(-2))
-        dropout = self._names["output_dropout"]
-        return getattr(self, dropout)(output) if dropout else output, weights
+        name = self._names["output_dropout"]
+        dropout: Any = getattr(self, name) if name else 0.0  # a module, or a share
+        if not isinstance(dropout, nn.Module):
+            return nn.functional.dropout(output, dropout, self.training) if dropout else output, weights
+        return dropout(output), weights
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each `(batch, tokens, heads, dim)`, from fused or separate projections."""

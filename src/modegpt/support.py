@@ -93,7 +93,7 @@ def _projections(architecture: Architecture, block: Any) -> str:
 
 def _positions(config: Any, architecture: Architecture, dims: Dimensions) -> str:
     if not dims.rotary_dim:
-        return "no rotary embedding: query-key coordinates are chosen one by one"
+        return "no rotary embedding: query and key may be cut to any subspace"
     rope = getattr(config, "rope_parameters", None) or {}
     by_type = {name: value for name, value in rope.items() if isinstance(value, dict)} or {"": rope}
     kinds = [f"{value.get('rope_type', 'default')}{f' in {name}' if name else ''}" for name, value in by_type.items()]

@@ -27,6 +27,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     StableLmConfig,
+    Starcoder2Config,
 )
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
@@ -220,6 +221,7 @@ FAMILIES = [
         lambda: MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=WINDOW),
         whole=("mlp",),
     ),
+    Family("starcoder2", lambda: Starcoder2Config(**SIZES, **GROUPED, sliding_window=WINDOW)),
 ]
 
 

@@ -19,6 +19,7 @@ from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 from .spec import Architecture, Dimensions
 from .stablelm import STABLELM
+from .starcoder2 import STARCODER2
 
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.model_type: architecture
@@ -41,6 +42,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         FALCON,
         COHERE,
         MIXTRAL,
+        STARCODER2,
     )
 }
 

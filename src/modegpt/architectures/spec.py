@@ -68,7 +68,7 @@ class Architecture:
     dropout: str = "attention_dropout"
     """The attention's attribute for the dropout of its weights, a number or a module; empty for none."""
     output_dropout: str = ""
-    """The dropout module after the output projection that is part of the attention."""
+    """The attention's attribute for the dropout after the output projection, a number or a module; empty for none."""
     tuple_output: bool = False
     """Whether a block returns a tuple."""
     file_names: tuple[tuple[str, str], ...] = ()
