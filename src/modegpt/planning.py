@@ -14,6 +14,7 @@ from .errors import MissingExtraError
 from .preparation import Source, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
+from .surgery import solver_of
 
 NEEDS_TEXT = ("influence", "influence-blocks", "owl")
 """Allocation rules that score the blocks on calibration text."""
@@ -68,16 +69,20 @@ def estimate(
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
 
     Memory: one block, one MLP moment and two working copies of it in float64, the embeddings, the hidden states.
-    Time: two passes over the blocks and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the
-    float64 rate. Attention scores and disk are left out, so read it as the right order, not as a promise.
+    Time: two passes over the blocks (one more for a `late` solver, and one for the dense model where drift is taken
+    back) and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the float64 rate. Attention
+    scores and disk are left out, so read it as the right order, not as a promise.
     """
-    dims, n_tokens = source.dims, config.samples * config.seq_len
+    dims = source.dims
+    n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
+    streams = 2 if config.feedback_share else 1
+    n_passes = 1 + streams + solver_of("mlp", config).late
     dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
-    states = n_tokens * dims.d_model * dtype.itemsize
+    states = streams * n_tokens * dims.d_model * dtype.itemsize
     memory = block * dtype.itemsize + 3 * 8 * dims.d_int**2
-    passes = sum(2 * 2 * size.total for size in sizes) + dims.n_layers * 2 * dims.d_int**2
+    passes = sum(n_passes * 2 * size.total for size in sizes) + dims.n_layers * 2 * dims.d_int**2
     fast, exact = _rate(dtype, device), _rate(torch.float64, device)
     seconds = n_tokens * passes / fast + dims.n_layers * 3 * dims.d_int**3 / exact
     return {

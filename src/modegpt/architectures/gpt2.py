@@ -35,6 +35,6 @@ GPT2 = Gpt2Architecture(
     rotary=False,
     dropout="attn_dropout",
     output_dropout="resid_dropout",
-    notes="GPT-2, DistilGPT-2; fused and transposed projections, learned positions: query-key coordinates are "
-    "chosen singly",
+    notes="GPT-2, DistilGPT-2; fused and transposed projections, learned positions: query and key may be cut "
+    "to any subspace",
 )

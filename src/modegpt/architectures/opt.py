@@ -21,9 +21,10 @@ OPT = OptArchitecture(
     up=("fc1",),
     down="fc2",
     middle="final_layer_norm",
+    plain_mlp="do_layer_norm_before",
     width="ffn_dim",
     rotary=False,
     scale_query=True,
     dropout="dropout",
-    notes="LayerNorm, ReLU, biases everywhere, learned positions: query-key coordinates are chosen singly",
+    notes="LayerNorm, ReLU, biases everywhere, learned positions: query and key may be cut to any subspace",
 )
