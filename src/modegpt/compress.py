@@ -251,9 +251,10 @@ class Run:
         """
         config = self.config
         windows = with_coverage(self.text.windows, config.coverage_share, self.source.config.vocab_size, config.seed)
-        calibration = self._embed(windows, streams=2 if config.feedback_share else 1)
+        feedback = config.feedback_share and self.source.architecture.plain_mlp
+        calibration = self._embed(windows, streams=2 if feedback else 1)
         # The dense model's own hidden states, for the solvers that correct the drift from them.
-        dense = calibration.copy() if config.feedback_share else None
+        dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
         outcomes: list[BlockOutcome] = []
         for index in range(self.source.dims.n_layers):

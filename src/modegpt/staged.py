@@ -39,7 +39,8 @@ def measure_and_compress(
     parts = stages(ranks, source.architecture, source.dims, config) or [()]
     for modules in parts:
         needed = needed_moments(modules, block, source.architecture, source.dims, config)
-        if dense is not None and "mlp" in modules:
+        # What an MLP adds behind a norm or a factor is not in the space of the drift.
+        if dense is not None and "mlp" in modules and source.architecture.plain_mlp:
             needed = (*needed, "mlp_drift")
         moments = BlockMoments.zeros(source.dims, needed, device)
         with watch.stage("moments"):

@@ -8,6 +8,7 @@ GEMMA2 = Architecture(
     model_type="gemma2",
     name="Gemma2",
     middle="pre_feedforward_layernorm",
+    plain_mlp=False,
     softcap="attn_logit_softcapping",
     notes="Gemma 2; norms before and after each module, capped scores, sliding window in every other layer",
 )
@@ -17,6 +18,7 @@ GEMMA3_TEXT = Architecture(
     name="Gemma3Text",
     causal_lm="Gemma3ForCausalLM",
     middle="pre_feedforward_layernorm",
+    plain_mlp=False,
     query_norm="q_norm",
     key_norm="k_norm",
     notes="Gemma 3, text; two rotary tables by layer type; norms on each query and key head: query-key stays whole",

@@ -47,6 +47,9 @@ class Architecture:
     """The module whose input is the residual stream between attention and MLP, from the block."""
     parallel: bool | str = False
     """Whether attention and MLP read the same input, so that there is no such stream; or the config's switch."""
+    plain_mlp: bool | str = True
+    """Whether the MLP's output is added to the residual stream as it is, no norm or factor between; or the config's
+    switch."""
     kv_heads: int | str = "num_key_value_heads"
     """The config's name for the number of key heads, or the number; 0 where each query head has its own."""
     width: str = "intermediate_size"
@@ -88,7 +91,8 @@ class Architecture:
             InputError: the config asks for what is not supported; the message says why.
         """
         parallel = getattr(config, self.parallel) if isinstance(self.parallel, str) else self.parallel
-        return replace(self, parallel=bool(parallel))
+        plain_mlp = getattr(config, self.plain_mlp) if isinstance(self.plain_mlp, str) else self.plain_mlp
+        return replace(self, parallel=bool(parallel), plain_mlp=bool(plain_mlp))
 
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""
