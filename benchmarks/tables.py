@@ -151,9 +151,33 @@ def speed() -> str:
     )
 
 
+def gemma3() -> str:
+    """Return the section on Gemma 3 270M."""
+    if (data := load("gemma3.json")) is None:
+        return ""
+    about, dense = data["protocol"], data["rows"][0]
+    cell = {(row["solver"], row["sparsity"]): row for row in data["rows"]}
+    solvers = list(dict.fromkeys(row["solver"] for row in data["rows"][1:]))
+    rows = []
+    for sparsity in sorted({row["sparsity"] for row in data["rows"][1:]}):
+        removed = cell[solvers[0], sparsity]["achieved"]["blocks"]
+        found = [cell.get((solver, sparsity)) for solver in solvers]
+        rows.append(
+            [f"{sparsity:.0%}", f"{removed:.1%}", *("" if row is None else f"{row['perplexity']:.1f}" for row in found)]
+        )
+    header = ["sparsity", "of the blocks removed", *(f"`{solver}`" for solver in solvers)]
+    return (
+        "**Gemma 3 270M**, its 4-bit weights unpacked; queries and keys are normalised and stay whole, and under "
+        f"`{about['allocation']}` nothing\nmakes up for them. {about['dtype']}, calibrated on {about['calibration']}; "
+        f"perplexity on {about['evaluation']},\nwithout its token for the start of a text "
+        f"(dense {dense['perplexity']:.1f}; "
+        "`benchmarks/gemma3.py`).\n\n" + table(header, rows)
+    )
+
+
 def figures() -> str:
     """Return everything between the README's markers."""
-    sections = (faithful(), lean(), allocation(), zero_shot(), speed(), streaming(), resuming())
+    sections = (faithful(), lean(), allocation(), gemma3(), zero_shot(), speed(), streaming(), resuming())
     return "\n\n".join(section for section in sections if section)
 
 
