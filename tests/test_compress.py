@@ -180,6 +180,30 @@ def test_each_module_takes_the_solver_it_was_given():
     assert mixed["mlp"] not in (paper["mlp"], best["mlp"])
 
 
+def test_feedback_takes_back_drift_from_the_second_layer_on():
+    model = tiny_llama()
+
+    def run(**settings: object) -> LlamaForCausalLM:
+        config = CompressionConfig(sparsity=0.25, modules=("mlp",), **settings)
+        return modegpt.compress(model, windows(), config)
+
+    default, half, none = run(), run(feedback=0.5), run(feedback=0)
+    same = [
+        [torch.equal(left.mlp.down_proj.weight, right.mlp.down_proj.weight) for left, right in zip(a, b, strict=True)]
+        for a, b in ((default.model.layers, half.model.layers), (default.model.layers, none.model.layers))
+    ]
+    # The first layer's input has not drifted, and its own MLP is all that was cut.
+    assert same == [[True, True, True], [True, False, False]]
+    ids = windows(2)
+    with torch.no_grad():
+        dense = model.model(ids).last_hidden_state
+        drifts = [(each.model(ids).last_hidden_state - dense).norm() for each in (half, none)]
+    assert drifts[0] < drifts[1]
+    assert CompressionConfig(solver="paper").feedback_share == 0
+    assert CompressionConfig(solver="paper", mlp_solver="energy").feedback_share == 0.5
+    assert CompressionConfig(modules=("qk",)).feedback_share == 0
+
+
 def test_best_adds_coverage_and_paper_does_not():
     model = tiny_llama(num_hidden_layers=1)
 
@@ -222,6 +246,8 @@ def test_dead_neurons_are_dropped_first_and_reported():
         ({"mlp_solver": "cr"}, "mlp_solver 'cr' is unknown; allowed: leverage, energy"),
         ({"qk_solver": "svd"}, "qk_solver 'svd' is unknown; allowed: cr, logits"),
         ({"vo_solver": "best"}, "vo_solver 'best' is unknown; allowed: svd, context"),
+        ({"feedback": -0.1}, r"feedback -0\.1 is outside \[0, 1\]"),
+        ({"feedback": 0.5, "solver": "paper"}, "feedback needs the MLP solver 'energy'"),
         ({"coverage": 1.5}, r"coverage 1\.5 is outside \[0, 1\]"),
         ({"coverage": float("nan")}, "coverage nan is outside"),
     ],

@@ -69,6 +69,17 @@ def test_only_the_moments_that_were_asked_for_are_taken():
     assert bool((moments["mlp"] == 6).all())
 
 
+def test_drift_pairs_each_tokens_mlp_input_with_what_its_output_lacks():
+    torch.manual_seed(3)
+    moments = BlockMoments.zeros(DIMS, ["mlp", "mlp_drift"])
+    inputs, lacking = torch.randn(2, 3, 5, 6), torch.randn(2, 3, 5, 8)
+    for z, r in zip(inputs, lacking, strict=True):
+        moments.update("mlp", z)
+        moments.update_drift(r)
+    expected = inputs.double().reshape(-1, 6).T @ lacking.double().reshape(-1, 8)
+    torch.testing.assert_close(moments["mlp_drift"], expected, **CLOSE)
+
+
 def test_split_batches_merge_to_the_same_bits():
     torch.manual_seed(1)
     first, second = torch.randn(2, 5, 54), torch.randn(4, 5, 54)

@@ -49,10 +49,10 @@ def moments_of(source, block, calibration, names, rest: bool = False) -> BlockMo
     return moments
 
 
-def staged(source, calibration, ranks, config):
+def staged(source, calibration, ranks, config, dense=None):
     block = source.blocks.take(0, CPU)
     team, watch = join_team(CPU), Stopwatch(CPU)
-    outcome = measure_and_compress(block, 0, calibration, ranks, source, config, CPU, team, watch)
+    outcome = measure_and_compress(block, 0, calibration, ranks, source, config, CPU, team, watch, dense)
     return block, outcome
 
 
@@ -119,6 +119,28 @@ def test_stages_follow_the_solver_of_the_mlp_and_the_kind_of_block(settings, par
     assert stages(full, family.architecture, family.dims, config) == []
     assert stages({**full, "mlp": 1}, family.architecture, family.dims, config) == [("mlp",)]
     assert stages({**full, "vo": 1}, family.architecture, family.dims, config) == [("vo",)]
+
+
+@by_name(WITH_MLP)
+def test_drift_is_taken_back_where_the_mlp_adds_to_the_residual_stream_as_it_is(family: Family):
+    source, calibration = opened(family)
+    block = source.blocks.peek(0, CPU)
+    before = torch.cat(list(run_block(block, 0, calibration, CPU)))
+    change = torch.randn(source.dims.d_model, generator=torch.Generator().manual_seed(5))
+    hook = block.get_submodule(source.architecture.down).register_forward_hook(lambda _m, _i, output: output + change)
+    after = torch.cat(list(run_block(block, 0, calibration, CPU)))
+    hook.remove()
+    # Residuals are of size ten, float32.
+    assert torch.allclose(after - before, change.expand_as(after), atol=1e-4) == source.architecture.plain_mlp
+
+    dense = calibration.copy()
+    for batch, output in enumerate(run_block(block, 0, calibration, CPU)):
+        dense.hidden[batch] = output + change
+    config, ranks = CompressionConfig(solver="best"), {**family.full_ranks()[0], "mlp": 10}
+    plain, _ = staged(source, calibration, ranks, config)
+    fed, _ = staged(source, calibration, ranks, config, dense)
+    down = [each.get_submodule(source.architecture.down).weight for each in (plain, fed)]
+    assert torch.equal(*down) != source.architecture.plain_mlp
 
 
 @by_name([BY_NAME["llama-grouped"], BY_NAME["falcon"]])
