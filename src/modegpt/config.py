@@ -17,7 +17,7 @@ PRESETS = {
 SOLVERS = {module: tuple(preset[module] for preset in PRESETS.values()) for module in MODULES}
 """The solvers of each module."""
 COVERAGE = 0.25
-"""Share of extra calibration windows that `best` makes (`calibration.coverage_windows`)."""
+"""Share of extra calibration windows that `best` makes (`calibration.with_coverage`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "plan")
 FEEDBACK = 0.5
 """Share of the drift that `energy` takes back: none of it loses more, on text like and unlike the calibration text."""
@@ -25,7 +25,7 @@ FEEDBACK = 0.5
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """The settings of one run; the defaults are the paper's protocol."""
+    """The settings of one run; the defaults are the paper's protocol with the best solvers."""
 
     sparsity: float = 0.3
     """Share of the decoder blocks' parameters to remove, in [0, 1)."""

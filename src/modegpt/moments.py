@@ -51,9 +51,7 @@ class BlockMoments:
     _mlp_input: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def zeros(
-        cls, dims: Dimensions, names: Iterable[str], device: torch.device | str = "cpu", n_tokens: int = 0
-    ) -> "BlockMoments":
+    def zeros(cls, dims: Dimensions, names: Iterable[str], device: torch.device | str = "cpu") -> "BlockMoments":
         """Return the named moments of no tokens."""
         return cls({name: torch.zeros(SHAPES[name](dims), dtype=torch.float64, device=device) for name in names})
 

@@ -26,7 +26,7 @@ def energy(moment: Tensor, down: Tensor, rank: int, ridge: float = 0.0) -> Nystr
 
     The kept set does not minimise the stated loss on the calibration text: backward elimination finds smaller ones.
     It generalises: a diagonal score has nothing to overfit. Ties are broken by the lower index. Cost: about
-    `rank³/3 + 2·d_int·rank·d_model` operations, a third of the paper's.
+    `rank³/3 + 4·d_int·rank·d_model` operations; the paper's scores take another `d_int³`.
 
     Args:
         moment: `(d_int, d_int)` second moment, symmetric positive semidefinite, float64.

@@ -77,7 +77,9 @@ def _linear(query: Tensor, matrix: Tensor, rotary_dim: int) -> Tensor:
     return torch.cat((q1 * m1 + q2 * m2, q2 * m1 - q1 * m2, plain * rest), dim=-2)
 
 
-def logit_selection(moment: Tensor, n_kv_heads: int, n_pairs: int, n_plain: int, rotary_dim: int, ridge: float):
+def logit_selection(
+    moment: Tensor, n_kv_heads: int, n_pairs: int, n_plain: int, rotary_dim: int, ridge: float
+) -> LogitsResult:
     """Choose query-key coordinates and correct those kept, by the variance of the logits lost.
 
     With coefficients `c` (1 on each share of the logit, 0 on each turn) the loss of a query head is
