@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 from typer.testing import CliRunner, Result
 
 from modegpt import MissingExtraError, evaluate_tasks
@@ -95,8 +95,9 @@ def test_the_defaults_are_those_of_the_config(tiny_llama_dir: Path, tmp_path: Pa
 def test_every_option_reaches_the_config(tiny_llama_dir: Path, tmp_path: Path, small_text_file: Path):
     wanted = {
         "sparsity": 0.5, "samples": 3, "seq_len": 32, "sampling": "sequential", "seed": 7, "allocation": "influence",
-        "temperature": 0.5, "max_sparsity": 0.9, "modules": "vo,mlp", "solver": "paper", "ridge": 0.5,
-        "dtype": "bfloat16", "device": "cpu", "batch_size": 2, "max_host_memory": 1000, "round_to": 2,
+        "temperature": 0.5, "max_sparsity": 0.9, "modules": "vo,mlp", "solver": "paper",
+        "mlp_solver": "energy", "qk_solver": "logits", "vo_solver": "context", "coverage": 0.5, "feedback": 0.25,
+        "ridge": 0.5, "dtype": "bfloat16", "device": "cpu", "batch_size": 2, "max_host_memory": 1000, "round_to": 2,
         "owl_threshold": 4.0, "owl_lambda": 0.1,
     }  # fmt: skip
     assert wanted.keys() | {"plan"} == CompressionConfig().as_dict().keys()
@@ -346,11 +347,11 @@ def test_unusable_models_are_refused(run: tuple[Path, Result], small_text_file: 
     def compress(model: object) -> Result:
         return modegpt("compress", model, "--out", tmp_path / "out", "--calibration", small_text_file, *SMALL)
 
-    empty, gpt2 = tmp_path / "empty", tmp_path / "gpt2"
+    empty, bloom = tmp_path / "empty", tmp_path / "bloom"
     empty.mkdir()
     assert_refused(compress(empty), str(empty), "config.json")
-    GPT2Config(n_layer=1, n_embd=8, n_head=2).save_pretrained(gpt2)
-    assert_refused(compress(gpt2), "'gpt2'", "llama", "opt")
+    BloomConfig(n_layer=1, hidden_size=8, n_head=2).save_pretrained(bloom)
+    assert_refused(compress(bloom), "'bloom'", "llama", "opt")
     assert_refused(compress(run[0]), "already compressed")
     assert_refused(compress(small_text_file), "is a file")
     assert_refused(compress(tmp_path / "no.gguf"), "no.gguf", "does not exist")
