@@ -2,9 +2,9 @@
 
 The weights come in packages, which the extra `gemma` names (4 bits, unpacked to float32). Queries and keys are
 normalised, so they stay whole, and the uniform rule makes up for them nowhere: it removes less than asked. Protocol:
-float32, uniform, calibrated on the first 16 windows of 512 tokens of WikiText-2's validation text, evaluated on the first
-12 windows of 512 tokens of its test text. As everywhere here, windows start without the token that begins a text, which
-Gemma's perplexity suffers from: read the ratios. Nothing is chosen here.
+float32, uniform, calibrated on the first 16 windows of 512 tokens of WikiText-2's validation text, evaluated on the
+first 12 windows of 512 tokens of its test text. As everywhere here, windows start without the token that begins a text,
+which Gemma was trained with: read the ratios. Nothing is chosen here.
 
     python benchmarks/gemma3.py --data FOLDER
 """

@@ -112,11 +112,12 @@ def test_what_is_not_supported_is_refused_with_the_reason(config: PreTrainedConf
 
 
 def test_a_wrong_description_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Llama's rotary pairs are half a head apart; a family file that says otherwise must not pass."""
-    monkeypatch.setitem(ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], interleaved=True))
+    """Llama's rotary pairs are half a head apart, and its first norm stands before the attention."""
+    wrong = replace(ARCHITECTURES["llama"], interleaved=True, middle="input_layernorm")
+    monkeypatch.setitem(ARCHITECTURES, "llama", wrong)
     result = check(folder_of(LlamaConfig(**SIZES), tmp_path), "--json", "-")
     assert result.exit_code == 1, result.output
-    assert "sparsity 0" in json.loads(result.stdout)["failed"]
+    assert {"sparsity 0", "order in a block"} <= set(json.loads(result.stdout)["failed"])
     assert told(result)["parameter count"]["result"] == "passed"
 
 

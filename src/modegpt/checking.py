@@ -17,6 +17,7 @@ from .architectures import Architecture, Dimensions, architecture_of
 from .compress import compress
 from .config import CompressionConfig
 from .densify import densify, in_float64
+from .modeling_modegpt import decoder_layers
 from .tiny import random_model, tiny_config
 
 ROWS, LENGTH = 2, 24
@@ -158,6 +159,48 @@ def _zeroed(subject: Subject) -> tuple[str, str]:
     )
 
 
+@torch.no_grad()
+def _order(subject: Subject) -> tuple[str, str]:
+    """Silence attention, then the MLP, of one block, and see which of its places hear the difference."""
+    architecture = subject.architecture
+    block = decoder_layers(subject.dense, architecture.describe())[0]
+    places = {"the MLP": block.get_submodule(architecture.whole_mlp or architecture.up[0])}
+    if not architecture.parallel:
+        places[f"`middle` ({architecture.middle})"] = architecture.middle_module(block)
+
+    def heard(silent: Any = None) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+
+        def note(name: str) -> Any:
+            return lambda module, arguments: inputs.update({name: arguments[0].clone()})
+
+        hooks = [module.register_forward_pre_hook(note(name)) for name, module in places.items()]
+        if silent is not None:
+            hooks.append(silent.register_forward_hook(lambda module, arguments, output: torch.zeros_like(output)))
+        try:
+            _logits(subject.dense, subject.ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return inputs
+
+    plain, silenced = heard(), {"attention": heard(architecture.projection(block, "output"))}
+    if architecture.down:
+        silenced["the MLP"] = heard(architecture.projection(block, "down"))
+    for source, inputs in silenced.items():
+        for name, place in inputs.items():
+            expected = source == "attention" and not architecture.parallel
+            if torch.equal(place, plain[name]) == expected:
+                return (
+                    "failed",
+                    f"{name} {'does not depend' if expected else 'depends'} on {source}: see parallel, middle",
+                )
+    return (
+        "passed",
+        f"attention and MLP are {'parallel' if architecture.parallel else 'one after the other'}, as described",
+    )
+
+
 def _parameters(subject: Subject) -> tuple[str, str]:
     dense, left = subject.dense.num_parameters(), subject.compressed.num_parameters()
     report = subject.compressed.modegpt_report
@@ -243,6 +286,7 @@ def _kernels(subject: Subject) -> tuple[str, str]:
 CHECKS: dict[str, Callable[[Subject], tuple[str, str]]] = {
     "sparsity 0": _sparsity_zero,
     "zeroed coordinates": _zeroed,
+    "order in a block": _order,
     "parameter count": _parameters,
     "fresh process": _fresh_process,
     "cached generation": _cached,
