@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     """Write the figures with command, versions and machine beside them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = protocol()
-    about["command"] = "python " + about["command"]
+    # Where compressed models are kept changes no figure.
+    about["command"] = re.sub(r" --cache \S+", "", "python " + about["command"])
     write_json({**about, **figures}, path)
     print(f"wrote {path}")

@@ -42,7 +42,7 @@ def tokens(weights: str) -> torch.Tensor:
 def small(weights: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("real") / "small"
     # Fewer tokens than neurons would make the refit ill-conditioned, and its large weights would amplify rounding.
-    config = CompressionConfig(sparsity=0.25, samples=16, seq_len=512)
+    config = CompressionConfig(sparsity=0.25, samples=8, seq_len=256)
     modegpt.compress(weights, "python-docs", config, out=out)
     return out
 
