@@ -169,9 +169,8 @@ def gemma3() -> str:
     return (
         "**Gemma 3 270M**, its 4-bit weights unpacked; queries and keys are normalised and stay whole, and under "
         f"`{about['allocation']}` nothing\nmakes up for them. {about['dtype']}, calibrated on {about['calibration']}; "
-        f"perplexity on {about['evaluation']},\nwithout its token for the start of a text "
-        f"(dense {dense['perplexity']:.1f}; "
-        "`benchmarks/gemma3.py`).\n\n" + table(header, rows)
+        f"perplexity on {about['evaluation']}\n"
+        f"(dense {dense['perplexity']:.1f}; `benchmarks/gemma3.py`).\n\n" + table(header, rows)
     )
 
 
