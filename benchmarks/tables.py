@@ -1,6 +1,7 @@
 """Writes the README's figures, between their markers, from the JSON that the benchmarks left in benchmarks/results."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,29 @@ def allocation() -> str:
         f"`selection` is {about['selection']} (dense {dense['selection']:.1f}), on which\n"
         f"the default was chosen; `test` is {about['test']} (dense {dense['test']:.1f}; "
         "`benchmarks/allocation.py`).\n\n" + table(header, rows)
+    )
+
+
+def solvers() -> str:
+    """Return the section on the best solvers against the paper's."""
+    if (data := load("solvers.json")) is None:
+        return ""
+    about, dense = data["protocol"], data["rows"][0]["perplexity"]
+    rows = []
+    for row in data["rows"][1:]:
+        solved = "modules" in row
+        what = f"`{row['method']}`" if solved else "whole layers dropped by Block Influence"
+        if solved and row["modules"] != "all":
+            what += f", `{row['modules']}` alone"
+        rise = math.log(row["perplexity"] / dense)
+        share = f"{row['sparsity']:.0%}"
+        rows.append(
+            [what, share, f"`{row['allocation']}`" if solved else "", f"{row['perplexity']:.1f}", f"{rise:.2f}"]
+        )
+    header = ["compressed by", "sparsity", "allocation", "perplexity", "rise of its logarithm"]
+    return (
+        f"**The best solvers against the paper's.** {about['dtype']}, calibrated on {about['calibration']};\n"
+        f"perplexity on {about['test']} (dense {dense:.1f}; `benchmarks/solvers.py`).\n\n" + table(header, rows)
     )
 
 
@@ -176,7 +200,17 @@ def gemma3() -> str:
 
 def figures() -> str:
     """Return everything between the README's markers."""
-    sections = (faithful(), lean(), allocation(), gemma3(), zero_shot(), speed(), streaming(), resuming())
+    sections = (
+        faithful(),
+        solvers(),
+        allocation(),
+        gemma3(),
+        zero_shot(),
+        speed(),
+        lean(),
+        streaming(),
+        resuming(),
+    )
     return "\n\n".join(section for section in sections if section)
 
 
