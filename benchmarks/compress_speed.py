@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace, n_layers: int) -> dict[str, Any]:
     try:
         size = write_random_checkpoint(folder, config, getattr(torch, options.dtype))
         command = [sys.executable, __file__, "--child", str(folder)]
-        for name in ("samples", "seq_len", "sparsity", "device", "batch_size"):
+        for name in ("samples", "seq_len", "sparsity", "solver", "device", "batch_size"):
             value = getattr(options, name)
             if value is not None:
                 command += [f"--{name.replace('_', '-')}", str(value)]
