@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from decompose.oracles import features
 from modegpt.architectures import Dimensions
 from modegpt.architectures.access import Affine, BlockWeights
 from modegpt.config import PRESETS, CompressionConfig
 from modegpt.config import SOLVERS as NAMES
-from modegpt.decompose.logits import features, gram, logit_selection
+from modegpt.decompose.logits import gram, logit_selection
 from modegpt.moments import SHAPES, BlockMoments
 from modegpt.solvers import SOLVERS, split_rank
 from modegpt.solvers.bias import centred

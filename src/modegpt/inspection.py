@@ -29,7 +29,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
     parameters = {f".{name}": prod(entry.shape) for name, entry in tensors.items() if entry.dtype in BYTES}
     element = _element_bytes(tensors)
     architecture, dims = _dense_sizes(config)
-    full, layers = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}, []
+    full, layers = dims.full_ranks, []
     for index, entry in enumerate(config["modegpt"]["layers"]):
         inside = f".{config['modegpt']['architecture']['layers']}.{index}."
         own = {"." + name.split(inside, 1)[1]: size for name, size in parameters.items() if inside in name}

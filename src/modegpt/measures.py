@@ -58,7 +58,7 @@ class Quality:
 
     def measure(self, model: PreTrainedModel, progress: Progress | None) -> dict[str, Any]:
         """Return `perplexity`, `tasks` and `mean`, with the entries of `eval --json`; `mean` is None without tasks."""
-        found = measure_texts(model, self.texts, self.window, self.measures.max_windows, progress)
+        found = measure_texts(model, self.texts, self.window, self.measures.max_windows, progress=progress)
         tasks, mean = [], None
         if self.tasks:
             outcome = evaluate_tasks(model, self.tokenizer, self.tasks, self.measures.limit, progress=progress)

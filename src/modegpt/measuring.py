@@ -63,7 +63,7 @@ def measure(
         if texts:
             about = {"model": name, "dtype": str(network.dtype).removeprefix("torch."), "device": str(target)}
             about |= {"split": "evaluation", "max_windows": max_windows, "stride": window, **protocol()}
-            results = measure_texts(network, texts, window, max_windows, progress)
+            results = measure_texts(network, texts, window, max_windows, progress=progress)
             evals.append({"model": name, "results": results, "protocol": about})
         for prompt in prompts:
             inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
@@ -106,13 +106,18 @@ def open_texts(data: Sequence[str], tokenizer: Any, window: int) -> dict[str, Te
 
 
 def measure_texts(
-    network: Any, texts: dict[str, Tensor], window: int, max_windows: int | None, progress: Progress | None = None
+    network: Any,
+    texts: dict[str, Tensor],
+    window: int,
+    max_windows: int | None,
+    batch_size: int | None = None,
+    progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
     """Return the `results` of `eval --json`: one entry for each text."""
     results = []
     for source, tokens in texts.items():
         start = time.perf_counter()
-        outcome = perplexity(network, tokens, window, max_windows, progress=progress)
+        outcome = perplexity(network, tokens, window, max_windows, batch_size, progress)
         results.append({"data": source, **outcome._asdict(), "seconds": round(time.perf_counter() - start, 3)})
     return results
 

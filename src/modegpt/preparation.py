@@ -157,7 +157,7 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
         parameters = block.get_submodule(architecture.whole_mlp).parameters()
         cost["mlp"] = sum(parameter.numel() for parameter in parameters) // dims.d_int
     return LayerSizes(
-        full={"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head},
+        full=dims.full_ranks,
         cost=cost,
         step={"mlp": 1, "qk": 2 if dims.rotary_dim else 1, "vo": 1},
         total=sum(parameter.numel() for parameter in block.parameters()),

@@ -50,8 +50,7 @@ def stages(
 
 def cut_modules(ranks: dict[str, int], dims: Dimensions) -> tuple[str, ...]:
     """Return the modules whose rank is below the full one."""
-    full = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}
-    return tuple(module for module in MODULES if ranks[module] < full[module])
+    return tuple(module for module in MODULES if ranks[module] < dims.full_ranks[module])
 
 
 def needed_moments(
@@ -96,7 +95,7 @@ def compress_block(
     Raises:
         NumericalError: a moment is indefinite or not finite; names the layer and the matrix.
     """
-    full = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}
+    full = dims.full_ranks
     dense = Layout.dense(architecture, dims)
     weights = (dense if before is None else dense.narrowed(before.layer)).read(block)
     error, repairs, narrow, pairs = dict.fromkeys(full, 0.0), [], {}, None

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     CohereConfig,
     FalconConfig,
     Gemma2Config,
@@ -31,6 +30,7 @@ from transformers import (
 )
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
+from modegpt.tiny import random_model
 
 VOCAB = 101
 PAD = 0
@@ -78,15 +78,7 @@ class Family:
 
     def dense(self, seed: int = 0) -> Any:
         """Return the dense model, float32, every parameter random: biases and norms too, which start at 0 and 1."""
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(self.config(), dtype=torch.float32)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                gain = "norm" in name and name.endswith("weight")
-                # Strong embeddings and weak biases: the next token must depend on the tokens before it.
-                std = 0.1 if name.endswith("bias") else 1.0 if "embed" in name else 0.3
-                parameter.normal_(mean=1.0 if gain else 0.0, std=std)
-        return model.eval()
+        return random_model(self.config(), seed)
 
     def ranks(self) -> list[dict[str, int]]:
         """Return ranks that differ by layer and module: qk above vo and below it, and modules left whole."""
@@ -108,7 +100,7 @@ class Family:
 
     def full_ranks(self) -> list[dict[str, int]]:
         dims = self.dims
-        return [{"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}] * dims.n_layers
+        return [dims.full_ranks] * dims.n_layers
 
 
 FAMILIES = [

@@ -72,8 +72,7 @@ def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
     }
     # One step of the coarsest module, of a block of about 8,000 parameters.
     assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=0.02)
-    dims = pair.family.dims
-    full = {"mlp": dims.d_int, "qk": dims.d_head, "vo": dims.d_head}
+    full = pair.family.dims.full_ranks
     for module in full:
         said = [warning for warning in report["warnings"] if warning.startswith(f"{module} stays whole in every layer")]
         assert bool(said) == (module in pair.family.whole)

@@ -81,3 +81,13 @@ def algorithm_3_grouped(X: Tensor, W_V: Tensor, W_O: list[Tensor], k: int) -> tu
     _, _, Vt = torch.linalg.svd(square_root(X.T @ X) @ W_V, full_matrices=False)
     basis = Vt[:k].T
     return W_V @ basis, [basis.T @ each for each in W_O]
+
+
+def features(query: Tensor, key: Tensor, rotary_dim: int) -> Tensor:
+    """The features that `decompose.logits.gram` describes, one by one: `(..., n_queries, n_keys, d_head)`."""
+    half = rotary_dim // 2
+    query, key = query[..., :, None, :], key[..., None, :, :]
+    product = query * key
+    q1, q2, k1, k2 = query[..., :half], query[..., half:rotary_dim], key[..., :half], key[..., half:rotary_dim]
+    real = product[..., :half] + product[..., half:rotary_dim]
+    return torch.cat((real, q2 * k1 - q1 * k2, product[..., rotary_dim:]), dim=-1)

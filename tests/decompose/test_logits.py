@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import Float64, Int64
-from oracles import GAUSSIAN_TOLERANCE, ROUNDING, normal, properties, seeds
+from oracles import GAUSSIAN_TOLERANCE, ROUNDING, features, normal, properties, seeds
 from torch import Tensor
 
 from modegpt.decompose import NotPositiveDefiniteError
-from modegpt.decompose.logits import features, gram, logit_selection
+from modegpt.decompose.logits import gram, logit_selection
 
 D_HEAD, ROTARY, N_QUERIES, N_KEYS, N_HEADS, N_KV_HEADS = 9, 6, 12, 20, 4, 2
 HALF, N_PLAIN = ROTARY // 2, D_HEAD - ROTARY

@@ -172,6 +172,11 @@ class Dimensions:
     rotary_dim: int
     """Leading coordinates of a head under the rotary embedding; 0 where there is none."""
 
+    @property
+    def full_ranks(self) -> dict[str, int]:
+        """The rank of each module of the dense block."""
+        return {"mlp": self.d_int, "qk": self.d_head, "vo": self.d_head}
+
     @classmethod
     def of(cls, architecture: Architecture, config: Any) -> "Dimensions":
         """Read the sizes from a dense model's config."""

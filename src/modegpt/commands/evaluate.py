@@ -1,6 +1,5 @@
 """`modegpt eval`: how good dense and compressed models are, one alone or several side by side."""
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import DEVICE, JSON, check_json, check_positive, console, dtype_name, emit, names, positions, quiet
+from ..cli_support import DEVICE, JSON, check_json, check_positive, console, dtype_name, emit, names, quiet
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 
@@ -101,14 +100,10 @@ def _check(models: Sequence[str], data: Sequence[str], tasks: Sequence[str], bou
 
 def _window(models: Sequence[str], asked: int | None) -> int:
     """Return the tokens of a window, one number for all models so that their figures compare."""
-    from ..evaluate import check_window
+    from ..measuring import common_window
     from ..models import open_config
 
-    configs = [open_config(model) for model in models]
-    seq_len = asked or min(2048, *(positions(config) for config in configs))
-    for config in configs:
-        check_window(config, seq_len)
-    return seq_len
+    return common_window([open_config(model) for model in models], asked)
 
 
 def _texts(data: Sequence[str], tokenizers: dict[str, Any], seq_len: int | None) -> dict[str, dict[str, Any]]:
@@ -134,16 +129,13 @@ def _measure(
     network: Any, tokenizer: Any, texts: dict[str, Any], tasks: Sequence[Any], bounds: Bounds, progress: Any
 ) -> dict[str, Any]:
     """Return what the JSON says of one model."""
-    from ..evaluate import perplexity
+    from ..measuring import measure_texts
     from ..zero_shot import evaluate_tasks
 
     results = []
-    for source, tokens in texts.items():
-        start = time.perf_counter()
+    if texts:
         assert bounds.seq_len is not None
-        outcome = perplexity(network, tokens, bounds.seq_len, bounds.max_windows, bounds.batch_size, progress)
-        seconds = round(time.perf_counter() - start, 3)
-        results.append({"data": source, **outcome._asdict(), "seconds": seconds})
+        results = measure_texts(network, texts, bounds.seq_len, bounds.max_windows, bounds.batch_size, progress)
     if not tasks:
         return {"results": results, "tasks": [], "mean": None}
     accuracies = evaluate_tasks(network, tokenizer, tasks, bounds.limit, bounds.batch_size, progress)

@@ -29,37 +29,20 @@ class LogitsResult(NamedTuple):
     """Root of the share of logit variance that is lost on the calibration tokens, over all heads."""
 
 
-def features(query: Tensor, key: Tensor, rotary_dim: int) -> Tensor:
-    """Return the share of each coordinate in the logits, `(..., n_queries, n_keys, d_head)`.
+def gram(query: Tensor, key: Tensor, attention: Tensor, rotary_dim: int) -> Tensor:
+    """Return `H = Σ_i Cov_{j~a_i}(f_ij)`, `(..., d_head, d_head)`: the attention-weighted covariance of the features.
 
-    For a rotary pair with `q = q_j + i·q_{j+r/2}`, and `k` likewise, both after the rotary embedding: `Re(q k̄)`, its
-    share of the logit, at place `j`, and `Im(q k̄)`, by which the share changes when the pair is turned, at `j + r/2`.
-    Turning a pair commutes with the rotary embedding, so the corrections fold into the query weights. For an unrotated
-    coordinate: `q_i k_i`.
+    The features are each coordinate's share in a logit. For a rotary pair with `q = q_j + i·q_{j+r/2}`, and `k`
+    likewise, both after the rotary embedding: `Re(q k̄)`, its share, at place `j`, and `Im(q k̄)`, by which the share
+    changes when the pair is turned, at `j + r/2`. Turning a pair commutes with the rotary embedding, so the corrections
+    fold into the query weights. For an unrotated coordinate: `q_i k_i`. They are never formed. Cost:
+    `2·n_queries·n_keys·d_head²` operations.
 
     Args:
         query: `(..., n_queries, d_head)` after the rotary embedding, halves as pairs, times the softmax scale.
         key: `(..., n_keys, d_head)` after the rotary embedding.
-        rotary_dim: leading coordinates under the rotary embedding.
-    """
-    half = rotary_dim // 2
-    query, key = query[..., :, None, :], key[..., None, :, :]
-    product = query * key
-    q1, q2, k1, k2 = query[..., :half], query[..., half:rotary_dim], key[..., :half], key[..., half:rotary_dim]
-    real = product[..., :half] + product[..., half:rotary_dim]
-    return torch.cat((real, q2 * k1 - q1 * k2, product[..., rotary_dim:]), dim=-1)
-
-
-def gram(query: Tensor, key: Tensor, attention: Tensor, rotary_dim: int) -> Tensor:
-    """Return `H = Σ_i Cov_{j~a_i}(f_ij)`, `(..., d_head, d_head)`: the attention-weighted covariance of the features.
-
-    The features themselves are never formed. Cost: `2·n_queries·n_keys·d_head²` operations.
-
-    Args:
-        query: as in `features`.
-        key: as in `features`.
         attention: `(..., n_queries, n_keys)` attention of the dense model; each row sums to 1.
-        rotary_dim: as in `features`.
+        rotary_dim: leading coordinates under the rotary embedding.
     """
     mean = attention @ key
     spread = key[..., None, :, :] * attention.sqrt()[..., None]
