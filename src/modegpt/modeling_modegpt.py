@@ -60,6 +60,7 @@ class CompressedAttention:
     _projections: list[tuple[str, Any, Any]]
     _n_heads: int
     _n_kv_heads: int
+    _head_dim: int
     _qk_dim: int
     _value_dim: int
     _rope_pairs: int
@@ -94,7 +95,7 @@ class CompressedAttention:
             return self._leave(_attend_once(query, key, value, attention_mask, scaling), None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
         if _needs_equal_dims(implementation, query.shape[-2]):
-            query, key, value = _pad_to_equal_dims(query, key, value)
+            query, key, value = _pad_to_equal_dims(query, key, value, self._head_dim)
         if names["softcap"]:
             kwargs["softcap"] = getattr(self, names["softcap"])
         context, weights = attend(
@@ -156,8 +157,9 @@ class CompressedAttention:
         """
         shape = self.rope_index.shape
         if shared is None:
-            index = self.rope_index.flatten()
-            cos, sin = (table.index_select(-1, index).unflatten(-1, shape) for table in (cos, sin))
+            # On a CPU some times faster than index_select, which reads an entry at a time on one core.
+            index = self.rope_index.flatten().expand(*cos.shape[:-1], -1)
+            cos, sin = (table.gather(-1, index).unflatten(-1, shape) for table in (cos, sin))
             # Both halves in full, so that long prompts are rotated over contiguous memory.
             cos, sin = torch.stack((cos, cos), dim=-2), torch.stack((-sin, sin), dim=-2)
         else:
@@ -250,11 +252,14 @@ class CompressedRotary:
         return _empty, (compressed_rotary_class, type(self).__mro__[2]), self.__dict__
 
 
-def _pad_to_equal_dims(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    missing = value.shape[-1] - key.shape[-1]
-    if missing > 0:
-        return nn.functional.pad(query, (0, missing)), nn.functional.pad(key, (0, missing)), value
-    return query, key, nn.functional.pad(value, (0, -missing))
+def _pad_to_equal_dims(query: Tensor, key: Tensor, value: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pad with zeros, which change no logit and no leading dim of a context, to a multiple of 16 up to `limit`.
+
+    On a CPU the fused kernel takes an eighth longer for 46 or 62 dims than for 48 or 64.
+    """
+    dim = max(key.shape[-1], value.shape[-1])
+    dim = max(dim, min(dim + -dim % 16, limit))
+    return tuple(nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in (query, key, value))
 
 
 class CompressedConfig(_ConfigBase):
@@ -345,7 +350,7 @@ def shrink_block(
         block: the block, on any device.
         architecture: names and layout of the family, as stored under `modegpt.architecture`.
         layer: `rope_pairs`, `qk_plain`, `value_dim` and `mlp_width` of this layer.
-        config: the model's config; only its head counts are read.
+        config: the model's config; only its head counts and dim are read.
     """
     names = {**ATTENTION_DEFAULTS, **architecture}
     n_heads, n_kv_heads = config.num_attention_heads, names["kv_heads"]
@@ -367,6 +372,7 @@ def shrink_block(
     attention._n_heads, attention._n_kv_heads = n_heads, n_kv_heads
     attention._projections = plan_projections(names, sizes, n_kv_heads if names["by_group"] else 1)
     attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
+    attention._head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
     attention.num_key_value_groups = n_heads // n_kv_heads  # kernels read it; not every stock class sets it
     if layer["rope_pairs"]:
         device = attention.get_submodule(names["query"]).weight.device
