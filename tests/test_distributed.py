@@ -23,7 +23,7 @@ def torchrun(n: int, *arguments: str) -> list[str]:
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize(("allocation", "solver"), [("influence", "best"), ("owl", "paper")])
+@pytest.mark.parametrize(("allocation", "solver"), [("influence", "best"), ("owl", "paper"), ("error", "best")])
 def test_two_processes_equal_one(allocation: str, solver: str, tiny_llama_dir: Path, tmp_path: Path):
     arguments = [str(tiny_llama_dir), *COMMAND, "--allocation", allocation, "--solver", solver]
     single = [sys.executable, "-m", "modegpt", "compress", *arguments, "--out", str(tmp_path / "one")]

@@ -17,7 +17,7 @@ from modegpt.planning import make_plan
 TEXT = ["--calibration", "python-docs", "--samples", "4", "--seq-len", "32"]
 
 
-@pytest.mark.parametrize("rule", ["uniform", "influence", "influence-blocks", "owl"])
+@pytest.mark.parametrize("rule", ["uniform", "influence", "influence-blocks", "owl", "error"])
 def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny_llama_dir: Path, tmp_path: Path):
     plan_file, plot = tmp_path / "plan.json", tmp_path / "plan.png"
     how = ["--sparsity", "0.3", "--allocation", rule, *TEXT]

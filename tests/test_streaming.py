@@ -116,7 +116,7 @@ def stop_after(n_blocks: int):
     return progress
 
 
-@pytest.mark.parametrize(("allocation", "solver"), [("uniform", "best"), ("influence", "paper")])
+@pytest.mark.parametrize(("allocation", "solver"), [("uniform", "best"), ("influence", "paper"), ("error", "best")])
 def test_a_stopped_run_resumes_to_the_same_bytes(allocation, solver, tmp_path: Path):
     llama().save_pretrained(tmp_path / "dense")
     config = CompressionConfig(sparsity=0.25, batch_size=4, allocation=allocation, solver=solver, dtype="bfloat16")

@@ -11,10 +11,28 @@ from typing import Any
 
 from .config import MODULES
 from .errors import InputError, NumericalError
-from .filling import Unit, auto_temperature, fill_additive, fill_exponential
-from .ranks import LayerSizes, Slot, allowed_error, check_plan, open_slots, round_to_budget
+from .filling import (
+    PowerLaw,
+    Unit,
+    auto_temperature,
+    fill_additive,
+    fill_exponential,
+    fill_power_laws,
+    fit_power_law,
+)
+from .ranks import (
+    TRIALS,
+    LayerSizes,
+    Slot,
+    allowed_error,
+    ceiling_rank,
+    check_plan,
+    open_slots,
+    round_to_budget,
+    trial_ranks,
+)
 
-RULES = ("uniform", "influence", "influence-blocks", "owl", "plan")
+RULES = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 PARTS = {"attention": ("qk", "vo"), "mlp": ("mlp",)}
 """What `influence-blocks` scores apart, in the order of the score's columns."""
 
@@ -53,6 +71,9 @@ def allocate(
       objective. Within a block every module loses the same share.
     - `influence-blocks` is the same with attention and MLP as blocks of their own.
     - `owl` (Yin et al. 2023): the outlier ratios are scaled to `[0, 2λ]` and taken off a level that the budget sets.
+    - `error` minimises the sum of the damages that compressing each module alone does, under the same budget: a power
+      law is fitted to the damages measured at `trial_ranks`, and every module that is off its bounds ends with the same
+      marginal damage per parameter.
     - `plan` takes the ranks as given, and no notice of `sparsity`.
 
     The part of a module that stays whole falls on the others of its block, and beyond what these can lose on other
@@ -63,9 +84,10 @@ def allocate(
         sizes: by layer.
         sparsity: the share to remove, in [0, 1).
         modules: which of `mlp`, `qk`, `vo` to compress.
-        scores: higher is more important; `(n_layers,)`, or `(n_layers, 2)` as attention, MLP for `influence-blocks`.
+        scores: higher is more important; `(n_layers,)`, or `(n_layers, 2)` as attention, MLP for `influence-blocks`;
+            for `error`, the damages by layer, module (`MODULES`) and trial rank.
         temperature: ε in units of the score, or `auto`: see `auto_temperature`.
-        max_sparsity: φ_max, of a block, under every rule but `uniform` and `plan`.
+        max_sparsity: φ_max, of a block (under `error`, of a module); `uniform` and `plan` know none.
         round_to: every rank chosen is a multiple of this; at sparsity 0 nothing is touched.
         owl_lambda: λ of `owl`.
         plan: the ranks by layer, for `plan`.
@@ -97,7 +119,10 @@ def allocate(
 
     used = ", ".join(sorted({slot.module for slot in slots}))
     warnings += _left_whole(sizes, modules, f"its share of the budget falls on the rest ({used}, in any layer)")
-    units = _units(sizes, slots, _by_part(rule, scores, len(sizes)), max_sparsity)
+    if rule == "error":
+        units = [_alone(index, slot, max_sparsity) for index, slot in enumerate(slots)]
+    else:
+        units = _units(sizes, slots, _by_part(rule, scores, len(sizes)), max_sparsity)
     total = sum(size.total for size in sizes)
     budget = sparsity * total
     reachable = math.fsum(unit.weight * unit.high for unit in units)
@@ -105,8 +130,11 @@ def allocate(
     # in the billions of a large model.
     if budget > reachable * (1 + 1e-9):
         raise InputError(_impossible(sparsity, reachable / total, modules, max_sparsity, round_to))
-    if rule == "owl":
-        chosen, shares = None, fill_additive([-score for score in _scaled(units, 2 * owl_lambda)], units, budget)
+    chosen = None
+    if rule == "error":
+        shares = fill_power_laws(_curves(sizes, slots, scores), units, budget)
+    elif rule == "owl":
+        shares = fill_additive([-score for score in _scaled(units, 2 * owl_lambda)], units, budget)
     else:
         chosen, notes = temperature, []
         if isinstance(chosen, str):
@@ -119,6 +147,36 @@ def allocate(
         for layer, size in enumerate(sizes)
     ]
     return Allocation(sparsities, _whole_ranks(sizes, slots, wanted, sparsities, warnings, budget), chosen, warnings)
+
+
+def _alone(index: int, slot: Slot, max_sparsity: float) -> Unit:
+    """Return a slot as a unit of its own."""
+    low = slot.least / slot.weight
+    return Unit([index], 0.0, slot.weight, low, max(low, min(max_sparsity, slot.most / slot.weight)))
+
+
+def _curves(sizes: Sequence[LayerSizes], slots: Sequence[Slot], scores: Any) -> list[PowerLaw]:
+    """Fit a curve to the damages of each slot's module, measured at its trial ranks."""
+    damages = scores.tolist() if hasattr(scores, "tolist") else scores
+    shape = (len(sizes), len(MODULES), len(TRIALS))
+    wrong = damages is None or len(damages) != shape[0]
+    if wrong or any(len(layer) != shape[1] or any(len(row) != shape[2] for row in layer) for layer in damages):
+        raise InputError(f"the rule 'error' needs scores of shape {shape}: the damage by layer, module and trial rank")
+    curves = []
+    for slot in slots:
+        costs = damages[slot.layer][MODULES.index(slot.module)]
+        if not all(math.isfinite(cost) for cost in costs):
+            raise NumericalError(f"layer {slot.layer}, {slot.module}: the damage is NaN or infinite")
+        ranks = trial_ranks(slot.full, sizes[slot.layer].step[slot.module])
+        curves.append(fit_power_law([1 - rank / slot.full for rank in ranks], costs))
+    return curves
+
+
+def score_parts(rule: str, score: Any) -> dict[str, float]:
+    """Return what a layer's score says in a table or a plot, by name; `error` is shown at the middle trial rank."""
+    if rule == "error":
+        return {module: row[len(TRIALS) // 2] for module, row in zip(MODULES, score, strict=True)}
+    return dict(zip(("attention", "MLP"), score, strict=True)) if isinstance(score, list) else {rule: score}
 
 
 def _units(
@@ -177,14 +235,9 @@ def _whole_ranks(
 
 
 def _ceilings(size: LayerSizes, sparsity: float, modules: Sequence[str]) -> dict[str, int]:
-    """Return the paper's ranks of a layer: `⌈(1−φ)d⌉`, in whole steps, at least one."""
-
-    def ceiling(full: int, step: int) -> int:
-        # Six digits forgive float noise, as in (1 − 0.3)·10, and no real fraction of a dimension is that small.
-        return min(full, step * max(1, math.ceil(round((1 - sparsity) * full / step, 6))))
-
+    """Return the paper's ranks of a layer."""
     kept = [m for m in size.full if m not in modules or m in size.whole]
-    return {m: full if m in kept else ceiling(full, size.step[m]) for m, full in size.full.items()}
+    return {m: full if m in kept else ceiling_rank(full, size.step[m], sparsity) for m, full in size.full.items()}
 
 
 def _planned(

@@ -19,8 +19,6 @@ from .cli_support import (
     dtype_name,
     emit,
     encode,
-    names,
-    number_or_auto,
     positions,
     quiet,
 )
@@ -28,6 +26,7 @@ from .commands.bench import bench
 from .commands.check import check
 from .commands.evaluate import evaluate
 from .commands.report import report as report_page
+from .commands.settings import configured
 from .commands.sweep import sweep
 from .config import DTYPES, CompressionConfig, check_choice
 from .errors import InputError
@@ -41,73 +40,21 @@ app = typer.Typer(
     help="Makes a Hugging Face language model smaller and faster without training.",
 )
 
-DEFAULTS = CompressionConfig()
-ALLOCATION_HELP = "uniform, influence, influence-blocks or owl."
-
 
 @app.command()
+@configured()
 def compress(
     model: str = MODEL,
     out: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for the checkpoint and report.json."),
-    sparsity: float = typer.Option(DEFAULTS.sparsity, help="Share of the blocks' parameters to remove, in [0, 1)."),
     calibration: str = typer.Option("wikitext2", help="wikitext2, ptb, c4, alpaca, python-docs, or a text file."),
-    samples: int = typer.Option(DEFAULTS.samples, help="Calibration sequences."),
-    seq_len: int = typer.Option(DEFAULTS.seq_len, help="Tokens of each."),
-    sampling: str = typer.Option(DEFAULTS.sampling, help="random windows, or sequential from the start."),
-    seed: int = typer.Option(DEFAULTS.seed, help="Of the random windows."),
-    allocation: str = typer.Option(DEFAULTS.allocation, help=ALLOCATION_HELP),
-    temperature: str = typer.Option("auto", help="Of the influence rules, in units of the score, or auto."),
-    max_sparsity: float = typer.Option(DEFAULTS.max_sparsity, help="Upper bound on one layer, if not uniform."),
-    round_to: int = typer.Option(DEFAULTS.round_to, help="Keep every dim a multiple of this: 8, 16 or 64 suit GPUs."),
-    owl_threshold: float = typer.Option(DEFAULTS.owl_threshold, help="OWL's M."),
-    owl_lambda: float = typer.Option(DEFAULTS.owl_lambda, help="OWL's lambda."),
-    plan_file: Path | None = typer.Option(None, "--plan", metavar="FILE", help="Ranks by layer, from modegpt plan."),
-    modules: str = typer.Option(",".join(DEFAULTS.modules), help="Which of mlp, qk and vo, with commas."),
-    solver: str = typer.Option(DEFAULTS.solver, help="paper, or best: loses less at the same size."),
-    mlp_solver: str | None = typer.Option(None, help="Instead of the solver's: leverage or energy."),
-    qk_solver: str | None = typer.Option(None, help="Instead of the solver's: cr or logits."),
-    vo_solver: str | None = typer.Option(None, help="Instead of the solver's: svd or context."),
-    coverage: float | None = typer.Option(None, help="Extra windows with random tokens; 0.25 of samples with best."),
-    feedback: float | None = typer.Option(None, help="Share of the drift that refits take back; 0.5 with best."),
-    ridge: float = typer.Option(DEFAULTS.ridge, help="Lambda of the leverage scores."),
-    dtype: str = typer.Option(DEFAULTS.dtype, help=f"Of the written weights: {', '.join(DTYPES)}."),
-    device: str = DEVICE,
-    batch_size: int | None = typer.Option(None, help="Sequences at once; by default about 4096 tokens."),
-    max_host_memory: int | None = typer.Option(None, help="Bytes of hidden states in memory; the rest goes to disk."),
+    *,
+    config: CompressionConfig,
     resume: bool = typer.Option(False, "--resume", help="Go on with a run that was interrupted."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it exists."),
     page: bool = typer.Option(False, "--report", help="Write DIR/report.html as well, see modegpt report."),
     json_file: str | None = JSON,
 ) -> None:
     """Compress MODEL and write an ordinary checkpoint with its report."""
-    from .plan_file import read_plan
-
-    config = CompressionConfig(
-        sparsity=sparsity,
-        samples=samples,
-        seq_len=seq_len,
-        sampling=sampling,
-        seed=seed,
-        allocation="plan" if plan_file is not None else allocation,
-        temperature=number_or_auto("temperature", temperature),
-        max_sparsity=max_sparsity,
-        round_to=round_to,
-        owl_threshold=owl_threshold,
-        owl_lambda=owl_lambda,
-        plan=None if plan_file is None else read_plan(plan_file),
-        modules=names(modules),
-        solver=solver,
-        mlp_solver=mlp_solver,
-        qk_solver=qk_solver,
-        vo_solver=vo_solver,
-        coverage=coverage,
-        feedback=feedback,
-        ridge=ridge,
-        dtype=dtype,
-        device=device,
-        batch_size=batch_size,
-        max_host_memory=max_host_memory,
-    )
     check_json(json_file)
     quiet()
     from .compress import compress_to_folder
@@ -137,43 +84,19 @@ def compress(
 
 
 @app.command()
+@configured("plan")
 def plan(
     model: str = MODEL,
-    sparsity: float = typer.Option(DEFAULTS.sparsity, help="Share of the blocks' parameters to remove, in [0, 1)."),
     calibration: str = typer.Option("wikitext2", help="For rules with scores: a known data set, or a text file."),
-    samples: int = typer.Option(DEFAULTS.samples, help="Calibration sequences."),
-    seq_len: int = typer.Option(DEFAULTS.seq_len, help="Tokens of each."),
-    sampling: str = typer.Option(DEFAULTS.sampling, help="random windows, or sequential from the start."),
-    seed: int = typer.Option(DEFAULTS.seed, help="Of the random windows."),
-    allocation: str = typer.Option(DEFAULTS.allocation, help=ALLOCATION_HELP),
-    temperature: str = typer.Option("auto", help="Of the influence rules, in units of the score, or auto."),
-    max_sparsity: float = typer.Option(DEFAULTS.max_sparsity, help="Upper bound on one layer, if not uniform."),
-    round_to: int = typer.Option(DEFAULTS.round_to, help="Keep every dim a multiple of this: 8, 16 or 64 suit GPUs."),
-    owl_threshold: float = typer.Option(DEFAULTS.owl_threshold, help="OWL's M."),
-    owl_lambda: float = typer.Option(DEFAULTS.owl_lambda, help="OWL's lambda."),
-    modules: str = typer.Option(",".join(DEFAULTS.modules), help="Which of mlp, qk and vo, with commas."),
-    device: str = DEVICE,
+    *,
+    config: CompressionConfig,
     plot: Path | None = typer.Option(None, "--plot", metavar="FILE.png", help="Draw scores and sparsity by layer."),
     json_file: str | None = JSON,
 ) -> None:
     """Show what compress would do to every layer of MODEL, and compress nothing; --json writes a plan."""
-    config = CompressionConfig(
-        sparsity=sparsity,
-        samples=samples,
-        seq_len=seq_len,
-        sampling=sampling,
-        seed=seed,
-        allocation=allocation,
-        temperature=number_or_auto("temperature", temperature),
-        max_sparsity=max_sparsity,
-        round_to=round_to,
-        owl_threshold=owl_threshold,
-        owl_lambda=owl_lambda,
-        modules=names(modules),
-        device=device,
-    )
     check_json(json_file)
     quiet()
+    from .allocation import score_parts
     from .planning import make_plan, plot_plan
     from .progress import ProgressBar
 
@@ -184,10 +107,9 @@ def plan(
     emit(planned, json_file)
     table = Table("layer", "score", "removed", "mlp", "query-key", "value-output", "parameters")
     for index, layer in enumerate(planned["layers"]):
-        score = layer["score"]
-        cells = [] if score is None else score if isinstance(score, list) else [score]
+        parts = {} if layer["score"] is None else score_parts(config.allocation, layer["score"])
         ranks = [str(layer["ranks"][module]) for module in ("mlp", "qk", "vo")]
-        shown = ", ".join(f"{value:.4f}" for value in cells)
+        shown = ", ".join(f"{value:.4f}" for value in parts.values())
         table.add_row(str(index), shown, f"{layer['sparsity']:.2%}", *ranks, f"{layer['parameters']['compressed']:,}")
     say = console(json_file).print
     say(table)

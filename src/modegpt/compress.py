@@ -18,6 +18,7 @@ from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, run_block
 from .calibration import with_coverage
 from .checkpoint import build, check_output, compressed_config
 from .config import CompressionConfig
+from .damage import DamageScorer
 from .distributed import Team, join_team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
@@ -26,7 +27,7 @@ from .models import resolve_device
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
-from .scoring import make_scorer
+from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import measure_and_compress
 from .surgery import BlockOutcome, rounded_tensors
 
@@ -205,13 +206,11 @@ class Run:
 
     def scores(self) -> Tensor | None:
         """Scores of the dense blocks for the allocation rule, from one pass; None for a rule that needs none."""
-        dims = self.source.dims
-        rule, threshold = self.config.allocation, self.config.owl_threshold
-        scorer = make_scorer(rule, dims.n_layers, self.source.architecture, threshold, self.team)
+        scorer = self._scorer()
         if scorer is None:
             return None
         calibration = self._embed(self.text.windows)
-        for index in range(dims.n_layers):
+        for index in range(self.source.dims.n_layers):
             with self.watch.stage("load"):
                 block = self.source.blocks.peek(index, self.device)
             with self.watch.stage("scores"), scorer.watch(block, index) as add:
@@ -219,6 +218,15 @@ class Run:
             del block
             self._tell("scores", index + 1)
         return scorer.scores()
+
+    def _scorer(self) -> Scorer | None:
+        """Return what scores blocks for the allocation rule; None for a rule that needs no scores."""
+        rule, source = self.config.allocation, self.source
+        if rule in ("influence", "influence-blocks"):
+            return InfluenceScorer(source.dims.n_layers, source.architecture, rule == "influence-blocks", self.team)
+        if rule == "owl":
+            return OutlierScorer(source.architecture, self.config.owl_threshold, self.team)
+        return DamageScorer(source, self.config, self.team, self.device) if rule == "error" else None
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""

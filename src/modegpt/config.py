@@ -18,7 +18,7 @@ SOLVERS = {module: tuple(preset[module] for preset in PRESETS.values()) for modu
 """The solvers of each module."""
 COVERAGE = 0.25
 """Share of extra calibration windows that `best` makes (`calibration.with_coverage`)."""
-ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "plan")
+ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 FEEDBACK = 0.5
 """Share of the drift that `energy` takes back: none of it loses more, on text like and unlike the calibration text."""
 
@@ -38,7 +38,8 @@ class CompressionConfig:
     seed: int = 0
     allocation: str = "uniform"
     """`uniform`; `influence` (less from layers with a high Block Influence); `influence-blocks` (attention and MLP
-    scored apart); `owl` (less from layers with many outlying weights); `plan` (the ranks of `plan`)."""
+    scored apart); `owl` (less from layers with many outlying weights); `error` (ranks of all modules by the damage that
+    the solvers themselves do); `plan` (the ranks of `plan`)."""
     temperature: float | str = "auto"
     """ε of the influence rules, in units of the score; `auto`: the smallest at which no layer exceeds 80 %."""
     max_sparsity: float = 0.95

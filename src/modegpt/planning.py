@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .allocation import Allocation
+from .allocation import Allocation, score_parts
 from .compress import Progress, prepare
 from .config import CompressionConfig
 from .errors import MissingExtraError
@@ -16,7 +16,7 @@ from .ranks import LayerSizes
 from .report import budget, protocol
 from .surgery import solver_of
 
-NEEDS_TEXT = ("influence", "influence-blocks", "owl")
+NEEDS_TEXT = ("influence", "influence-blocks", "owl", "error")
 """Allocation rules that score the blocks on calibration text."""
 
 
@@ -75,7 +75,7 @@ def estimate(
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
-    streams = 2 if config.feedback_share else 1
+    streams = 2 if config.feedback_share and source.architecture.plain_mlp else 1
     n_passes = 1 + streams + solver_of("mlp", config).late
     dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
     block = max(size.total for size in sizes)
@@ -104,21 +104,21 @@ def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
     except ImportError:
         raise MissingExtraError("a plot", "matplotlib", "plot") from None
     layers = plan["layers"]
-    scores = [layer["score"] for layer in layers if layer["score"] is not None]
+    rule = plan["config"]["allocation"]
+    scores = [score_parts(rule, layer["score"]) for layer in layers if layer["score"] is not None]
     figure = Figure(figsize=(8, 5 if scores else 3), layout="constrained")
     axes = figure.subplots(2 if scores else 1, 1, sharex=True, squeeze=False)[:, 0]
     numbers = range(len(layers))
     if scores:
-        parts = ["attention", "MLP"] if isinstance(scores[0], list) else [plan["config"]["allocation"]]
-        columns = list(zip(*scores, strict=True)) if isinstance(scores[0], list) else [scores]
-        for part, (label, column) in enumerate(zip(parts, columns, strict=True)):
-            width = 0.8 / len(parts)
-            places = [number + (part - (len(parts) - 1) / 2) * width for number in numbers]
-            style = {"color": ("#0072b2", "#e69f00")[part], "hatch": ("", "//")[part], "edgecolor": "white"}
-            axes[0].bar(places, column, width, label=label, **style)
+        width = 0.8 / len(scores[0])
+        for part, label in enumerate(scores[0]):
+            places = [number + (part - (len(scores[0]) - 1) / 2) * width for number in numbers]
+            colour, hatch = (("#0072b2", ""), ("#e69f00", "//"), ("#009e73", ".."))[part]
+            column = [score[label] for score in scores]
+            axes[0].bar(places, column, width, label=label, color=colour, hatch=hatch, edgecolor="white")
         axes[0].set_ylabel("score")
-        axes[0].set_title("importance")
-        if len(parts) > 1:
+        axes[0].set_title("damage by module" if rule == "error" else "importance")
+        if len(scores[0]) > 1:
             axes[0].legend(frameon=False)
     axes[-1].bar(numbers, [100 * layer["sparsity"] for layer in layers], 0.8, color="#0072b2")
     mean = 100 * plan["sparsity"]["blocks"]

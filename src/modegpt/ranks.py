@@ -14,6 +14,9 @@ from .errors import InputError
 TOLERANCE = 1e-3
 """Share of the requested removal by which the ranks may miss it; one rank step where that is more."""
 
+TRIALS = (0.15, 0.3, 0.6)
+"""Shares of a module whose removal the rule `error` tries."""
+
 
 @dataclass(frozen=True)
 class LayerSizes:
@@ -76,6 +79,17 @@ class Slot:
     def most(self) -> int:
         """Parameters removed at the smallest allowed rank."""
         return self.least + self.steps * self.unit
+
+
+def ceiling_rank(full: int, step: int, sparsity: float) -> int:
+    """Return the paper's rank, `⌈(1−φ)d⌉`, in whole steps, at least one."""
+    # Six digits forgive float noise, as in (1 − 0.3)·10, and no real fraction of a dimension is that small.
+    return min(full, step * max(1, math.ceil(round((1 - sparsity) * full / step, 6))))
+
+
+def trial_ranks(full: int, step: int) -> list[int]:
+    """Return the ranks of a module at which the rule `error` measures it."""
+    return [ceiling_rank(full, step, share) for share in TRIALS]
 
 
 def open_slots(sizes: Sequence[LayerSizes], modules: Sequence[str], round_to: int) -> tuple[list[Slot], list[str]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import plots
+from .allocation import score_parts
 
 MODULES = {"mlp": "MLP", "qk": "query-key", "vo": "value-output"}
 STAGES = {
@@ -117,9 +118,8 @@ def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     ]
     scores = run["allocation"]["scores"]
     if scores is not None:
-        names = ("attention", "MLP") if isinstance(scores[0], list) else (run["allocation"]["rule"],)
-        split = zip(*scores, strict=True) if isinstance(scores[0], list) else [scores]
-        parts = {name: (numbers, list(part)) for name, part in zip(names, split, strict=True)}
+        shown = [score_parts(run["allocation"]["rule"], score) for score in scores]
+        parts = {name: (numbers, [score[name] for score in shown]) for name in shown[0]}
         alt = "Lines of the importance score that the allocation rule gave each layer."
         drawn.append(Plot(plots.lines(parts, "layer", "score", whole=True), alt, "Importance: high scores are spared."))
     rows = [

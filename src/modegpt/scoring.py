@@ -119,10 +119,3 @@ class OutlierScorer:
     def scores(self) -> Tensor:
         """See `Scorer.scores`."""
         return torch.tensor(self._ratios, dtype=torch.float64)
-
-
-def make_scorer(rule: str, n_layers: int, architecture: Architecture, threshold: float, team: Team) -> Scorer | None:
-    """Return what scores blocks for an allocation rule, or None for a rule that needs no scores."""
-    if rule in ("influence", "influence-blocks"):
-        return InfluenceScorer(n_layers, architecture, rule == "influence-blocks", team)
-    return OutlierScorer(architecture, threshold, team) if rule == "owl" else None

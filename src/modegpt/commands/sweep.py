@@ -7,35 +7,20 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ..cli_support import DEVICE, JSON, MODEL, check_json, console, emit, names, number_or_auto, quiet
-from ..config import DTYPES, CompressionConfig
+from ..cli_support import JSON, MODEL, check_json, console, emit, names, quiet
+from ..config import CompressionConfig
 from ..errors import InputError
+from .settings import configured
 
-DEFAULTS = CompressionConfig()
 
-
+@configured("sparsity", "plan")
 def sweep(
     model: str = MODEL,
     out: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for points, table and plots."),
     sparsity: str = typer.Option("0.1,0.2,0.3,0.4,0.5", help="Shares to remove, with commas; dense is always there."),
     calibration: str = typer.Option("wikitext2", help="wikitext2, ptb, c4, alpaca, python-docs, or a text file."),
-    samples: int = typer.Option(DEFAULTS.samples, help="Calibration sequences."),
-    seq_len: int = typer.Option(DEFAULTS.seq_len, help="Tokens of each."),
-    sampling: str = typer.Option(DEFAULTS.sampling, help="random windows, or sequential from the start."),
-    seed: int = typer.Option(DEFAULTS.seed, help="Of the random windows."),
-    allocation: str = typer.Option(DEFAULTS.allocation, help="uniform, influence, influence-blocks or owl."),
-    temperature: str = typer.Option("auto", help="Of the influence rules, in units of the score, or auto."),
-    max_sparsity: float = typer.Option(DEFAULTS.max_sparsity, help="Upper bound on one layer, if not uniform."),
-    round_to: int = typer.Option(DEFAULTS.round_to, help="Keep every dim a multiple of this: 8, 16 or 64 suit GPUs."),
-    owl_threshold: float = typer.Option(DEFAULTS.owl_threshold, help="OWL's M."),
-    owl_lambda: float = typer.Option(DEFAULTS.owl_lambda, help="OWL's lambda."),
-    modules: str = typer.Option(",".join(DEFAULTS.modules), help="Which of mlp, qk and vo, with commas."),
-    solver: str = typer.Option(DEFAULTS.solver, help="paper, or best: loses less at the same size."),
-    ridge: float = typer.Option(DEFAULTS.ridge, help="Lambda of the MLP's leverage scores."),
-    dtype: str = typer.Option(DEFAULTS.dtype, help=f"Of the compressed weights: {', '.join(DTYPES)}."),
-    device: str = DEVICE,
-    batch_size: int | None = typer.Option(None, help="Calibration sequences at once; by default about 4096 tokens."),
-    max_host_memory: int | None = typer.Option(None, help="Bytes of hidden states in memory; the rest goes to disk."),
+    *,
+    config: CompressionConfig,
     data: list[str] = typer.Option(
         [], "--data", help="Text to measure perplexity on; may be repeated. wikitext2 without --tasks."
     ),
@@ -53,25 +38,6 @@ def sweep(
         shares = [float(share) for share in names(sparsity)]
     except ValueError:
         raise InputError(f"sparsity '{sparsity}' is no list of numbers; give shares such as 0.1,0.2,0.3") from None
-    config = CompressionConfig(
-        samples=samples,
-        seq_len=seq_len,
-        sampling=sampling,
-        seed=seed,
-        allocation=allocation,
-        temperature=number_or_auto("temperature", temperature),
-        max_sparsity=max_sparsity,
-        round_to=round_to,
-        owl_threshold=owl_threshold,
-        owl_lambda=owl_lambda,
-        modules=names(modules),
-        solver=solver,
-        ridge=ridge,
-        dtype=dtype,
-        device=device,
-        batch_size=batch_size,
-        max_host_memory=max_host_memory,
-    )
     check_json(json_file)
     quiet()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.

@@ -1,0 +1,90 @@
+"""The options that stand for the settings of a run: one home, so that every command says them alike."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import typer
+
+from ..cli_support import DEVICE, names, number_or_auto
+from ..config import DTYPES, CompressionConfig
+
+DEFAULTS = CompressionConfig()
+HELP = {
+    "sparsity": "Share of the blocks' parameters to remove, in [0, 1).",
+    "samples": "Calibration sequences.",
+    "seq_len": "Tokens of each.",
+    "sampling": "random windows, or sequential from the start.",
+    "seed": "Of the random windows.",
+    "allocation": "uniform, influence, influence-blocks or owl.",
+    "temperature": "Of the influence rules, in units of the score, or auto.",
+    "max_sparsity": "Upper bound on one layer, if not uniform.",
+    "round_to": "Keep every dim a multiple of this: 8, 16 or 64 suit GPUs.",
+    "owl_threshold": "OWL's M.",
+    "owl_lambda": "OWL's lambda.",
+    "plan": "Ranks by layer, from modegpt plan.",
+    "modules": "Which of mlp, qk and vo, with commas.",
+    "solver": "paper, or best: loses less at the same size.",
+    "mlp_solver": "Instead of the solver's: leverage or energy.",
+    "qk_solver": "Instead of the solver's: cr or logits.",
+    "vo_solver": "Instead of the solver's: svd or context.",
+    "coverage": "Extra windows with random tokens; 0.25 of samples with best.",
+    "feedback": "Share of the drift that refits take back; 0.5 with best.",
+    "ridge": "Lambda of the leverage scores.",
+    "dtype": f"Of the written weights: {', '.join(DTYPES)}.",
+    "device": "",
+    "batch_size": "Calibration sequences at once; by default about 4096 tokens.",
+    "max_host_memory": "Bytes of hidden states in memory; the rest goes to disk.",
+}
+"""By field of `CompressionConfig`, in the order in which `--help` shows them."""
+
+
+def configured(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command that takes a `config` into one that takes the settings as options.
+
+    Args:
+        without: fields that the command sets itself, or has no use for.
+    """
+    fields = [field for field in HELP if field not in without]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            config = _config({field: given.pop(field) for field in fields})
+            command(config=config, **given)
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command).parameters.values():
+            own = [_option(field) for field in fields] if parameter.name == "config" else [parameter]
+            parameters += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        # typer reads a command's options from these four.
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _option(field: str) -> inspect.Parameter:
+    default, hint = getattr(DEFAULTS, field), get_type_hints(CompressionConfig)[field]
+    if field == "device":
+        option: Any = DEVICE
+    elif field == "plan":
+        option, hint = typer.Option(None, metavar="FILE", help=HELP[field]), Path | None
+    elif field in ("temperature", "modules"):
+        shown = default if isinstance(default, str) else ",".join(default)
+        option, hint = typer.Option(shown, help=HELP[field]), str
+    else:
+        option = typer.Option(default, help=HELP[field])
+    return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hint)
+
+
+def _config(given: dict[str, Any]) -> CompressionConfig:
+    """Turn the options' values into the settings."""
+    given |= {"temperature": number_or_auto("temperature", given["temperature"]), "modules": names(given["modules"])}
+    if (file := given.get("plan")) is not None:
+        from ..plan_file import read_plan
+
+        given |= {"plan": read_plan(file), "allocation": "plan"}
+    return CompressionConfig(**given)
