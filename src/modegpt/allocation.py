@@ -157,10 +157,11 @@ def _alone(index: int, slot: Slot, max_sparsity: float) -> Unit:
 
 def _curves(sizes: Sequence[LayerSizes], slots: Sequence[Slot], scores: Any) -> list[PowerLaw]:
     """Fit a curve to the damages of each slot's module, measured at its trial ranks."""
-    damages = scores.tolist() if hasattr(scores, "tolist") else scores
+    damages: Any = scores.tolist() if hasattr(scores, "tolist") else scores or []
     shape = (len(sizes), len(MODULES), len(TRIALS))
-    wrong = damages is None or len(damages) != shape[0]
-    if wrong or any(len(layer) != shape[1] or any(len(row) != shape[2] for row in layer) for layer in damages):
+    if len(damages) != shape[0] or any(
+        len(layer) != shape[1] or any(len(row) != shape[2] for row in layer) for layer in damages
+    ):
         raise InputError(f"the rule 'error' needs scores of shape {shape}: the damage by layer, module and trial rank")
     curves = []
     for slot in slots:

@@ -259,7 +259,8 @@ def _pad_to_equal_dims(query: Tensor, key: Tensor, value: Tensor, limit: int) ->
     """
     dim = max(key.shape[-1], value.shape[-1])
     dim = max(dim, min(dim + -dim % 16, limit))
-    return tuple(nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in (query, key, value))
+    query, key = (nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in (query, key))
+    return query, key, nn.functional.pad(value, (0, dim - value.shape[-1])) if value.shape[-1] < dim else value
 
 
 class CompressedConfig(_ConfigBase):
