@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .architectures import ARCHITECTURES
 from .datasets_known import KNOWN, PYTHON_DOCS, RECORD_SEPARATOR, SPLITS, check_known, known_text
 from .errors import InputError, MissingExtraError
+from .modeling_modegpt import MODEL_TYPE_PREFIX
 
 TEXT_KEYS = ("text", "content", "sentence")
 REPLACED = 0.3
@@ -64,6 +66,26 @@ def tokenize(text: str, tokenizer: Any) -> Tensor:
     # verbose=False: the whole text is meant to be longer than the model's window; a warning of it would mislead.
     ids = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     return torch.tensor(ids, dtype=torch.long)
+
+
+def start_token(config: Any, tokenizer: Any) -> int | None:
+    """Return the token with which every window must begin for a dense or compressed model; None for most families."""
+    family = ARCHITECTURES.get(config.model_type.removeprefix(MODEL_TYPE_PREFIX))
+    return tokenizer.bos_token_id if family is not None and family.start_token else None
+
+
+def begin_windows(tokens: Tensor, seq_len: int, start: int | None) -> Tensor:
+    """Return the text with `start` before every `seq_len - 1` tokens, so that windows of `seq_len` begin with it.
+
+    Args:
+        tokens: `(n_tokens,)` ids; what is left after the last whole window is dropped.
+        seq_len: tokens of a window.
+        start: the token, or None to return the text as it is.
+    """
+    if start is None:
+        return tokens
+    rows = tokens[: len(tokens) // (seq_len - 1) * (seq_len - 1)].view(-1, seq_len - 1)
+    return torch.cat((rows.new_full((len(rows), 1), start), rows), dim=1).flatten()
 
 
 def draw_windows(tokens: Tensor, samples: int, seq_len: int, sampling: str, seed: int, source: str) -> Tensor:
@@ -249,5 +271,7 @@ def with_coverage(windows: Tensor, share: float, vocab_size: int, seed: int) -> 
     count = max(1, round(share * len(windows)))
     copies = windows[torch.arange(count) * len(windows) // count].clone()
     replaced = torch.rand(copies.shape, generator=generator) < REPLACED
+    if len(windows) > 1 and (windows[:, 0] == windows[0, 0]).all():
+        replaced[:, 0] = False  # the token that begins every window
     copies[replaced] = torch.randint(vocab_size, (int(replaced.sum()),), generator=generator, dtype=copies.dtype)
     return torch.cat((windows, copies))

@@ -54,7 +54,7 @@ class Quality:
         self.measures, self.tokenizer = measures, tokenizer
         self.window = common_window([config], measures.seq_len)
         self.tasks = open_tasks(measures.tasks) if measures.tasks else []
-        self.texts = open_texts(measures.data, tokenizer, self.window)
+        self.texts = open_texts(measures.data, config, tokenizer, self.window)
 
     def measure(self, model: PreTrainedModel, progress: Progress | None) -> dict[str, Any]:
         """Return `perplexity`, `tasks` and `mean`, with the entries of `eval --json`; `mean` is None without tasks."""

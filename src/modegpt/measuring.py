@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .calibration import check_source, load_text, tokenize
+from .calibration import begin_windows, check_source, load_text, start_token, tokenize
 from .compress import Progress
 from .errors import InputError
 from .evaluate import check_window, perplexity
@@ -54,15 +54,16 @@ def measure(
         raise InputError(f"max_new_tokens {max_new_tokens} is not a positive whole number")
     for source in data:
         check_source(source)
-    window = common_window([open_config(name) for name in models], seq_len)
-    tokenizer = open_tokenizer(models[0])
-    texts = open_texts(data, tokenizer, window)
+    configs = [open_config(name) for name in models]
+    window, tokenizer = common_window(configs, seq_len), open_tokenizer(models[0])
+    texts = open_texts(data, configs[0], tokenizer, window)
     evals, samples = [], []
     for name in models:
         network = open_model(name, dtype, target)
         if texts:
             about = {"model": name, "dtype": str(network.dtype).removeprefix("torch."), "device": str(target)}
-            about |= {"split": "evaluation", "max_windows": max_windows, "stride": window, **protocol()}
+            about |= {"split": "evaluation", "max_windows": max_windows, "stride": window}
+            about |= {"start_token": start_token(configs[0], tokenizer), **protocol()}
             results = measure_texts(network, texts, window, max_windows, progress=progress)
             evals.append({"model": name, "results": results, "protocol": about})
         for prompt in prompts:
@@ -89,18 +90,20 @@ def common_window(configs: Sequence[Any], seq_len: int | None) -> int:
     return window
 
 
-def open_texts(data: Sequence[str], tokenizer: Any, window: int) -> dict[str, Tensor]:
-    """Return the token ids of each text's evaluation part.
+def open_texts(data: Sequence[str], config: Any, tokenizer: Any, window: int) -> dict[str, Tensor]:
+    """Return the token ids of each text's evaluation part, cut for the models of one config and tokenizer.
 
     Raises:
         InputError: a text is unknown, unreadable, or shorter than one window.
     """
-    texts = {source: tokenize(load_text(source, "evaluation"), tokenizer) for source in data}
+    start = start_token(config, tokenizer)
+    loaded = {source: tokenize(load_text(source, "evaluation"), tokenizer) for source in data}
+    texts = {source: begin_windows(tokens, window, start) for source, tokens in loaded.items()}
     for source, tokens in texts.items():
         if len(tokens) < window:
             raise InputError(
                 f"data '{source}' has {len(tokens)} tokens, fewer than one window of {window}; give a longer text, "
-                "or a smaller window"
+                "or a smaller --seq-len"
             )
     return texts
 

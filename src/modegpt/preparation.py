@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .allocation import LayerSizes
 from .architectures import Architecture, Dimensions, architecture_of
 from .blocks import BlockSource, ModelBlocks
-from .calibration import check_source, draw_windows, load_text, tokenize
+from .calibration import begin_windows, check_source, draw_windows, load_text, start_token, tokenize
 from .config import CompressionConfig
 from .errors import InputError
 from .evaluate import check_window
@@ -77,9 +77,11 @@ def open_text(
         if name is None:
             raise InputError("text for a model in memory needs its tokenizer: pass tokenizer=..., or token ids")
         tokenizer = open_tokenizer(name)
-    tokens = tokenize(load_text(data, "calibration"), tokenizer)
-    windows = draw_windows(tokens, config.samples, config.seq_len, config.sampling, config.seed, data)
-    return Text(windows, tokenizer, _about(data, windows))
+    tokens, start = tokenize(load_text(data, "calibration"), tokenizer), start_token(model_config, tokenizer)
+    own = config.seq_len - (start is not None)
+    windows = draw_windows(tokens, config.samples, own, config.sampling, config.seed, data)
+    windows = begin_windows(windows.flatten(), config.seq_len, start).view(len(windows), -1)
+    return Text(windows, tokenizer, {**_about(data, windows), "start_token": start})
 
 
 def plain_text(config: CompressionConfig) -> Tensor:

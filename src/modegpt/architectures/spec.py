@@ -74,6 +74,8 @@ class Architecture:
     """The attention's attribute for the dropout after the output projection, a number or a module; empty for none."""
     tuple_output: bool = False
     """Whether a block returns a tuple."""
+    start_token: bool = False
+    """Whether every window of a text must begin with the tokenizer's `bos` token, without which the model is lost."""
     file_names: tuple[tuple[str, str], ...] = ()
     """Where checkpoint files name tensors otherwise than the modules do: a module's name, and that in the files."""
     notes: str = ""

@@ -47,8 +47,9 @@ def evaluate(
     _check(models, data, tasks, bounds)
     check_json(json_file)
     quiet()
-    from ..calibration import check_source
-    from ..models import open_model, open_tokenizer, resolve_device
+    from ..calibration import check_source, start_token
+    from ..measuring import common_window, open_texts
+    from ..models import open_config, open_model, open_tokenizer, resolve_device
     from ..progress import ProgressBar
     from ..report import protocol
     from ..zero_shot import open_tasks
@@ -59,8 +60,11 @@ def evaluate(
     with ProgressBar("reading tasks and texts") as progress:
         opened = open_tasks([name for part in tasks for name in names(part)]) if tasks else []
         tokenizers = {model: open_tokenizer(model) for model in models}
-        bounds = bounds._replace(seq_len=_window(models, seq_len) if data else None)
-        texts = _texts(data, tokenizers, bounds.seq_len)
+        configs = {model: open_config(model) for model in models}
+        # One number for all models, so that their figures compare.
+        window = common_window(list(configs.values()), seq_len) if data else 0
+        bounds = bounds._replace(seq_len=window or None)
+        texts = {model: open_texts(data, configs[model], tokenizers[model], window) for model in models}
         measured = []
         for model, label in zip(models, _labels(models), strict=True):
             network = open_model(model, dtype, target)
@@ -72,6 +76,7 @@ def evaluate(
     warnings = _warnings(measured, texts)
     about = {"model": models[0], "models": models, "dtype": measured[0]["dtype"], "device": str(target)}
     about |= {"split": "evaluation", **bounds._asdict(), "stride": bounds.seq_len}
+    about["start_token"] = start_token(configs[models[0]], tokenizers[models[0]])
     about |= {"num_fewshot": 0, "lm_eval": _harness_version()} if opened else {}
     first = {key: measured[0][key] for key in ("model", "results", "tasks", "mean")}
     emit({**first, "models": measured, "warnings": warnings, "protocol": {**about, **protocol()}}, json_file)
@@ -96,33 +101,6 @@ def _check(models: Sequence[str], data: Sequence[str], tasks: Sequence[str], bou
     twice = next((model for index, model in enumerate(models) if model in models[:index]), None)
     if twice is not None:
         raise InputError(f"model '{twice}' is there twice; give each once")
-
-
-def _window(models: Sequence[str], asked: int | None) -> int:
-    """Return the tokens of a window, one number for all models so that their figures compare."""
-    from ..measuring import common_window
-    from ..models import open_config
-
-    return common_window([open_config(model) for model in models], asked)
-
-
-def _texts(data: Sequence[str], tokenizers: dict[str, Any], seq_len: int | None) -> dict[str, dict[str, Any]]:
-    """Return the tokens of every text for every model."""
-    from ..calibration import load_text, tokenize
-
-    loaded = {source: load_text(source, "evaluation") for source in data}
-    texts = {
-        model: {source: tokenize(text, tokenizer) for source, text in loaded.items()}
-        for model, tokenizer in tokenizers.items()
-    }
-    for own in texts.values():
-        for source, tokens in own.items():
-            if len(tokens) < (seq_len or 0):
-                raise InputError(
-                    f"data '{source}' has {len(tokens)} tokens, fewer than one window of {seq_len}; give a longer "
-                    "text, or a smaller --seq-len"
-                )
-    return texts
 
 
 def _measure(
