@@ -138,14 +138,19 @@ def zero_shot() -> str:
     for row in data["rows"]:
         tasks = [row["tasks"][task] for task in about["tasks"]]
         cells = [task["acc"] if task["acc_norm"] is None else task["acc_norm"] for task in tasks]
-        name = f"{row['sparsity']:.0%}" if row["sparsity"] else "dense"
-        rows.append([name, *(f"{cell:.1%}" for cell in (*cells, row["mean"]["acc_norm"], row["mean"]["acc"]))])
-    header = ["sparsity", *(f"`{task}`" for task in about["tasks"]), "mean", "mean of `acc`"]
+        share = f"{row['sparsity']:.0%}" if row["sparsity"] else ""
+        rows.append(
+            [
+                f"`{row['solver']}`",
+                share,
+                *(f"{cell:.1%}" for cell in (*cells, row["mean"]["acc_norm"], row["mean"]["acc"])),
+            ]
+        )
+    header = ["solvers", "sparsity", *(f"`{task}`" for task in about["tasks"]), "mean", "mean of `acc`"]
     error = max(row["mean"]["acc_stderr"] for row in data["rows"])
     return (
         f"**Zero-shot accuracy.** `acc_norm` (`acc` for winogrande) of the first {about['limit']} samples of each task "
-        f"through lm-eval;\n`{about['solver']}` solvers, `{about['allocation']}`, calibrated on "
-        f"{about['calibration']}. The standard error of a mean is about {error:.1%}\n(`benchmarks/zero_shot.py`).\n\n"
+        f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}. The standard error of a mean is about {error:.1%}\n(`benchmarks/zero_shot.py`).\n\n"
         + table(header, rows)
     )
 

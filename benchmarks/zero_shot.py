@@ -1,4 +1,4 @@
-"""Zero-shot accuracy by sparsity: the five tasks of the paper's main table, dense and compressed.
+"""Zero-shot accuracy by sparsity: the five tasks of the paper's main table, dense and with either set of solvers.
 
 Protocol: float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text; the first samples
 of each task, from local files of the shapes in docs/zero-shot.md, scored by lm-eval. Every row is written when it is
@@ -32,25 +32,35 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--tasks", type=Path, default=Path("data"), help="folder with arc_easy.jsonl and the others")
     arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.1, 0.2, 0.3, 0.4, 0.5])
     arguments.add_argument("--limit", type=int, default=100, help="samples of each task")
-    arguments.add_argument("--solver", default=DEFAULTS.solver)
+    arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
     arguments.add_argument("--allocation", default=DEFAULTS.allocation)
     return arguments.parse_args()
 
 
+def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what each row compares."""
+    yield {"solver": "dense", "sparsity": 0.0}
+    for sparsity in asked.sparsity:
+        for solver in asked.solver:
+            yield {"solver": solver, "sparsity": sparsity}
+
+
 def models(
-    asked: argparse.Namespace, name: str, tokenizer: Any, todo: list[float]
+    asked: argparse.Namespace, name: str, tokenizer: Any, todo: list[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], PreTrainedModel]]:
-    """Yield the start of a row and its model, for every sparsity; 0 is the dense model."""
+    """Yield the start of a row and its model."""
     dense = open_model(name, torch.float32)
     windows = draw_windows(wikitext(asked, tokenizer)[0], SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
-    for sparsity in todo:
-        if sparsity == 0:
-            yield {"sparsity": sparsity}, dense
+    for row in todo:
+        if row["solver"] == "dense":
+            yield row, dense
         else:
-            config = modegpt.CompressionConfig(sparsity=sparsity, solver=asked.solver, allocation=asked.allocation)
+            config = modegpt.CompressionConfig(
+                sparsity=row["sparsity"], solver=row["solver"], allocation=asked.allocation
+            )
             model = compressed(asked, dense, windows, config)
             report = model.modegpt_report
-            yield {"sparsity": sparsity, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
+            yield {**row, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
 
 
 def main() -> None:
@@ -61,14 +71,13 @@ def main() -> None:
         "tasks": list(PRESETS["paper5"]),
         "limit": asked.limit,
         "num_fewshot": 0,
-        "solver": asked.solver,
         "allocation": asked.allocation,
         "dtype": "float32",
         "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
     }
     about = {"model": Path(name).name, "protocol": protocol}
     rows = finished(asked.json, about)
-    todo = [sparsity for sparsity in (0.0, *asked.sparsity) if sparsity not in {row["sparsity"] for row in rows}]
+    todo = [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
     if not todo:
         return
     tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in PRESETS["paper5"]])
@@ -82,7 +91,7 @@ def main() -> None:
         row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
         rows.append(row)
         print(row, flush=True)
-        save(asked.json, {**about, "rows": sorted(rows, key=lambda row: row["sparsity"])})
+        save(asked.json, {**about, "rows": sorted(rows, key=lambda row: (row["sparsity"], row["solver"]))})
 
 
 if __name__ == "__main__":
