@@ -150,8 +150,8 @@ def zero_shot() -> str:
     error = max(row["mean"]["acc_stderr"] for row in data["rows"])
     return (
         f"**Zero-shot accuracy.** `acc_norm` (`acc` for winogrande) of the first {about['limit']} samples of each task "
-        f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}. The standard error of a mean is about {error:.1%}\n(`benchmarks/zero_shot.py`).\n\n"
-        + table(header, rows)
+        f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}.\n"
+        f"The standard error of a mean is about {error:.1%} (`benchmarks/zero_shot.py`).\n\n" + table(header, rows)
     )
 
 
