@@ -11,17 +11,8 @@ from typing import Any
 
 from .config import MODULES
 from .errors import InputError, NumericalError
-from .filling import (
-    PowerLaw,
-    Unit,
-    auto_temperature,
-    fill_additive,
-    fill_exponential,
-    fill_power_laws,
-    fit_power_law,
-)
+from .filling import Unit, auto_temperature, fill_additive, fill_exponential
 from .ranks import (
-    TRIALS,
     LayerSizes,
     Slot,
     allowed_error,
@@ -29,12 +20,14 @@ from .ranks import (
     check_plan,
     open_slots,
     round_to_budget,
-    trial_ranks,
+    trial_rank,
 )
 
 RULES = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 PARTS = {"attention": ("qk", "vo"), "mlp": ("mlp",)}
 """What `influence-blocks` scores apart, in the order of the score's columns."""
+NEGLIGIBLE = 1e-9
+"""Damages below this share of the largest one count as it: a module that costs nothing is then cut first."""
 
 
 @dataclass
@@ -71,9 +64,8 @@ def allocate(
       objective. Within a block every module loses the same share.
     - `influence-blocks` is the same with attention and MLP as blocks of their own.
     - `owl` (Yin et al. 2023): the outlier ratios are scaled to `[0, 2λ]` and taken off a level that the budget sets.
-    - `error` minimises the sum of the damages that compressing each module alone does, under the same budget: a power
-      law is fitted to the damages measured at `trial_ranks`, and every module that is off its bounds ends with the same
-      marginal damage per parameter.
+    - `error` minimises the sum of what compressing each module alone damages, `D_lm (φ_lm/φ_trial)³`, under the same
+      budget: `φ_lm ∝ √(w_lm/D_lm)` off the bounds, where every module has the same marginal damage per parameter.
     - `plan` takes the ranks as given, and no notice of `sparsity`.
 
     The part of a module that stays whole falls on the others of its block, and beyond what these can lose on other
@@ -85,7 +77,7 @@ def allocate(
         sparsity: the share to remove, in [0, 1).
         modules: which of `mlp`, `qk`, `vo` to compress.
         scores: higher is more important; `(n_layers,)`, or `(n_layers, 2)` as attention, MLP for `influence-blocks`;
-            for `error`, the damages by layer, module (`MODULES`) and trial rank.
+            for `error` `(n_layers, 3)`, the damage `D` of each of `MODULES` at its trial rank.
         temperature: ε in units of the score, or `auto`: see `auto_temperature`.
         max_sparsity: φ_max, of a block (under `error`, of a module); `uniform` and `plan` know none.
         round_to: every rank chosen is a multiple of this; at sparsity 0 nothing is touched.
@@ -120,7 +112,7 @@ def allocate(
     used = ", ".join(sorted({slot.module for slot in slots}))
     warnings += _left_whole(sizes, modules, f"its share of the budget falls on the rest ({used}, in any layer)")
     if rule == "error":
-        units = [_alone(index, slot, max_sparsity) for index, slot in enumerate(slots)]
+        units = _modules_alone(sizes, slots, _by_part(rule, scores, len(sizes)), max_sparsity)
     else:
         units = _units(sizes, slots, _by_part(rule, scores, len(sizes)), max_sparsity)
     total = sum(size.total for size in sizes)
@@ -132,7 +124,7 @@ def allocate(
         raise InputError(_impossible(sparsity, reachable / total, modules, max_sparsity, round_to))
     chosen = None
     if rule == "error":
-        shares = fill_power_laws(_curves(sizes, slots, scores), units, budget)
+        shares = fill_exponential(1.0, units, budget)
     elif rule == "owl":
         shares = fill_additive([-score for score in _scaled(units, 2 * owl_lambda)], units, budget)
     else:
@@ -149,35 +141,30 @@ def allocate(
     return Allocation(sparsities, _whole_ranks(sizes, slots, wanted, sparsities, warnings, budget), chosen, warnings)
 
 
-def _alone(index: int, slot: Slot, max_sparsity: float) -> Unit:
-    """Return a slot as a unit of its own."""
-    low = slot.least / slot.weight
-    return Unit([index], 0.0, slot.weight, low, max(low, min(max_sparsity, slot.most / slot.weight)))
+def _modules_alone(
+    sizes: Sequence[LayerSizes], slots: Sequence[Slot], damages: list[list[float]], max_sparsity: float
+) -> list[Unit]:
+    """Return every slot as a unit of its own, scored such that `φ = c·exp(−score)` has equal marginal damages.
 
-
-def _curves(sizes: Sequence[LayerSizes], slots: Sequence[Slot], scores: Any) -> list[PowerLaw]:
-    """Fit a curve to the damages of each slot's module, measured at its trial ranks."""
-    damages: Any = scores.tolist() if hasattr(scores, "tolist") else scores or []
-    shape = (len(sizes), len(MODULES), len(TRIALS))
-    if len(damages) != shape[0] or any(
-        len(layer) != shape[1] or any(len(row) != shape[2] for row in layer) for layer in damages
-    ):
-        raise InputError(f"the rule 'error' needs scores of shape {shape}: the damage by layer, module and trial rank")
-    curves = []
-    for slot in slots:
-        costs = damages[slot.layer][MODULES.index(slot.module)]
-        if not all(math.isfinite(cost) for cost in costs):
-            raise NumericalError(f"layer {slot.layer}, {slot.module}: the damage is NaN or infinite")
-        ranks = trial_ranks(slot.full, sizes[slot.layer].step[slot.module])
-        curves.append(fit_power_law([1 - rank / slot.full for rank in ranks], costs))
-    return curves
+    The damage of a module alone grows about with its sparsity; the cube stands for what the modules do to each other
+    (docs/log.md). With `a φ³` the marginal damage per parameter `3aφ²/w` is equal where `φ ∝ √(w/a)`.
+    """
+    floor = NEGLIGIBLE * max(max(row) for row in damages) or 1.0
+    units = []
+    for index, slot in enumerate(slots):
+        trial = 1 - trial_rank(slot.full, sizes[slot.layer].step[slot.module]) / slot.full
+        factor = max(damages[slot.layer][MODULES.index(slot.module)], floor) / trial**3
+        low = slot.least / slot.weight
+        high = max(low, min(max_sparsity, slot.most / slot.weight))
+        units.append(Unit([index], math.log(factor / slot.weight) / 2, slot.weight, low, high))
+    return units
 
 
 def score_parts(rule: str, score: Any) -> dict[str, float]:
-    """Return what a layer's score says in a table or a plot, by name; `error` is shown at the middle trial rank."""
-    if rule == "error":
-        return {module: row[len(TRIALS) // 2] for module, row in zip(MODULES, score, strict=True)}
-    return dict(zip(("attention", "MLP"), score, strict=True)) if isinstance(score, list) else {rule: score}
+    """Return a layer's score by what it is the score of, for tables and plots."""
+    if not isinstance(score, list):
+        return {rule: score}
+    return dict(zip(MODULES if rule == "error" else ("attention", "MLP"), score, strict=True))
 
 
 def _units(
@@ -251,12 +238,12 @@ def _planned(
 
 
 def _by_part(rule: str, scores: Any, n_layers: int) -> list[list[float]]:
-    """Return the scores as one list a layer: of one number, or of attention's and the MLP's."""
+    """Return the scores as one list a layer: of one number, of attention's and the MLP's, or of each module's."""
     if scores is None:
         raise InputError(f"the rule '{rule}' needs scores, one for each layer")
     values = scores.tolist() if hasattr(scores, "tolist") else list(scores)
     rows = [list(row) if isinstance(row, Iterable) else [row] for row in values]
-    columns = len(PARTS) if rule == "influence-blocks" else 1
+    columns = {"influence-blocks": len(PARTS), "error": len(MODULES)}.get(rule, 1)
     if len(rows) != n_layers or any(len(row) != columns for row in rows):
         shape = f"({len(rows)}, {len(rows[0])})" if rows else "(0,)"
         raise InputError(f"the rule '{rule}' needs scores of shape ({n_layers}, {columns}); they are {shape}")

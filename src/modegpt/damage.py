@@ -1,7 +1,7 @@
 """Scores every module of every layer by what compressing it does: the damage that the run's own solvers leave.
 
 Lin et al. give layers parameters by how much they change the residual stream. This asks the solvers instead: each
-module is compressed alone, at a few ranks, and the block is run once more on tokens that the solver has not seen.
+module is compressed alone, to its trial rank, and the block is run once more on tokens that the solver has not seen.
 """
 
 import copy
@@ -16,18 +16,18 @@ from .config import MODULES, CompressionConfig
 from .distributed import Team
 from .moments import BlockMoments, record_moments
 from .preparation import Source, layer_sizes
-from .ranks import trial_ranks
+from .ranks import trial_rank
 from .surgery import compress_block, needed_moments
 
 
 class DamageScorer:
-    """For every layer, module and trial rank: `E_t ‖y_t − ŷ_t‖² / ‖y_t‖²`, `y` the dense block's output.
+    """For every layer and module: `E_t ‖y_t − ŷ_t‖² / ‖y_t‖²`, `y` the dense block's output.
 
     The norm of each token's residual stream is what the next norm divides by, so errors of different layers compare,
     and a few tokens of huge norm do not hide the others. Moments are those of the dense model's hidden states, from
     every batch of the calibration text but the first, on which the damage is measured.
 
-    Cost: one pass over the blocks with moments, and for each module and trial rank its solver and one batch more.
+    Cost: one pass over the blocks with moments, and for each module its solver and one batch more.
 
     Args:
         source: the model.
@@ -39,7 +39,7 @@ class DamageScorer:
     def __init__(self, source: Source, config: CompressionConfig, team: Team, device: torch.device) -> None:
         """Start with no layers."""
         self._source, self._config, self._team, self._device = source, config, team, device
-        self._damages: list[list[list[float]]] = []
+        self._damages: list[list[float]] = []
 
     @contextmanager
     def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
@@ -71,11 +71,11 @@ class DamageScorer:
                     block(held["before"], **held["arguments"])
         self._team.sum_moments(moments)
         moments.check_finite(index)
-        damages = [[0.0] * len(trial_ranks(1, 1)) for _ in MODULES]
+        damages = [0.0] * len(MODULES)
         for module in modules:
-            for trial, rank in enumerate(trial_ranks(sizes.full[module], sizes.step[module])):
-                if rank < sizes.full[module]:
-                    damages[MODULES.index(module)][trial] = self._damage(block, index, moments, {module: rank}, held)
+            rank = trial_rank(sizes.full[module], sizes.step[module])
+            if rank < sizes.full[module]:
+                damages[MODULES.index(module)] = self._damage(block, index, moments, {module: rank}, held)
         self._damages.append(damages)
 
     @torch.no_grad()
@@ -94,5 +94,5 @@ class DamageScorer:
         return (sums[0] / sums[1]).item()
 
     def scores(self) -> Tensor:
-        """Return `(n_layers, modules, trial ranks)` float64; 0 where a module stays whole."""
+        """Return `(n_layers, 3)` float64, in the order of `MODULES`; 0 where a module stays whole."""
         return torch.tensor(self._damages, dtype=torch.float64)

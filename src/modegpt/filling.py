@@ -4,10 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-EXPONENTS = (1.2, 6.0)
-"""Bounds of a fitted exponent: below 1 a curve is not convex, near 1 the allocation jumps from bound to bound."""
-SMALLEST_SHARE = 1e-9
-"""Shares below it remove less than one rank of any module."""
 AUTO_MAX_SPARSITY = 0.8
 """The paper's rule of thumb: choose ε so that no layer loses more than about 80 %."""
 
@@ -93,56 +89,6 @@ def fill_additive(offsets: Sequence[float], units: Sequence[Unit], budget: float
         return [constant + offsets[i] for i in free]
 
     return _fill(units, budget, offsets, lambda share, offset: share - offset, lambda c, offset: c + offset, solve)
-
-
-class PowerLaw(NamedTuple):
-    """A convex curve `a·φ^p` of what removing the share `φ` of a module costs."""
-
-    factor: float
-    exponent: float
-
-
-def fit_power_law(shares: Sequence[float], costs: Sequence[float]) -> PowerLaw:
-    """Fit `a·φ^p` by least squares of the logarithms, `p` within `EXPONENTS`; `a = 0` where nothing costs anything."""
-    points = [(math.log(share), math.log(cost)) for share, cost in zip(shares, costs, strict=True) if cost > 0 < share]
-    if not points:
-        return PowerLaw(0.0, EXPONENTS[0])
-    x, y = (math.fsum(values) / len(points) for values in zip(*points, strict=True))
-    spread = math.fsum((a - x) ** 2 for a, _ in points)
-    slope = math.fsum((a - x) * (b - y) for a, b in points) / spread if spread else EXPONENTS[0]
-    slope = min(max(slope, EXPONENTS[0]), EXPONENTS[1])
-    return PowerLaw(math.exp(y - slope * x), slope)
-
-
-def fill_power_laws(curves: Sequence[PowerLaw], units: Sequence[Unit], budget: float) -> list[float]:
-    """Minimise `Σ a_i φ_i^{p_i}` under `Σ w_i φ_i = budget`, `low_i ≤ φ_i ≤ high_i`.
-
-    Every unit off its bounds has the same marginal cost per parameter, `a_i p_i φ_i^{p_i−1}/w_i = μ`. The removal grows
-    with `μ`, which is found by bisection of its logarithm.
-    """
-
-    def at(level: float) -> list[float]:
-        shares = []
-        for curve, unit in zip(curves, units, strict=True):
-            share = unit.high
-            if curve.factor > 0:
-                power = (level + math.log(unit.weight / (curve.factor * curve.exponent))) / (curve.exponent - 1)
-                share = math.exp(min(power, 0.0))
-            shares.append(min(max(share, unit.low), unit.high))
-        return shares
-
-    # Beyond these levels every unit is at a bound.
-    low, high = 0.0, 0.0
-    for curve, unit in zip(curves, units, strict=True):
-        if curve.factor > 0:
-            slope = math.log(curve.factor * curve.exponent / unit.weight)
-            least = slope + (curve.exponent - 1) * math.log(max(unit.low, SMALLEST_SHARE))
-            low, high = min(low, least), max(high, slope)
-    while high - low > 1e-12 * max(1.0, abs(low), abs(high)):
-        middle = (low + high) / 2
-        removed = math.fsum(unit.weight * share for unit, share in zip(units, at(middle), strict=True))
-        low, high = (middle, high) if removed < budget else (low, middle)
-    return at(high)
 
 
 def _fill(

@@ -14,8 +14,8 @@ from .errors import InputError
 TOLERANCE = 1e-3
 """Share of the requested removal by which the ranks may miss it; one rank step where that is more."""
 
-TRIALS = (0.15, 0.3, 0.6)
-"""Shares of a module whose removal the rule `error` tries."""
+TRIAL = 0.3
+"""Share of a module whose removal the rule `error` tries."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def ceiling_rank(full: int, step: int, sparsity: float) -> int:
     return min(full, step * max(1, math.ceil(round((1 - sparsity) * full / step, 6))))
 
 
-def trial_ranks(full: int, step: int) -> list[int]:
-    """Return the ranks of a module at which the rule `error` measures it."""
-    return [ceiling_rank(full, step, share) for share in TRIALS]
+def trial_rank(full: int, step: int) -> int:
+    """Return the rank of a module at which the rule `error` measures it: below the full one if any is."""
+    return max(step, min(full - step, ceiling_rank(full, step, TRIAL)))
 
 
 def open_slots(sizes: Sequence[LayerSizes], modules: Sequence[str], round_to: int) -> tuple[list[Slot], list[str]]:
