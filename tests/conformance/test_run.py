@@ -10,7 +10,7 @@ from transformers import BloomConfig, FalconConfig, GPT2Config
 
 from modegpt.architectures import architecture_of
 from modegpt.compress import compress
-from modegpt.config import CompressionConfig
+from modegpt.config import MODULES, CompressionConfig
 from modegpt.errors import InputError
 from modegpt.inspection import describe
 from modegpt.modeling_modegpt import decoder_layers
@@ -82,6 +82,18 @@ def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
         scores = torch.tensor(report["allocation"]["scores"])
         # float32 states, read at other places.
         torch.testing.assert_close(scores, torch.tensor(expected_scores(pair)), rtol=0, atol=1e-5)
+
+
+def test_a_run_allocates_by_the_damage_of_every_module(pair: Pair):
+    config = CompressionConfig(sparsity=0.05, allocation="error", batch_size=4)
+    report = compress(pair.dense, WINDOWS, config).modegpt_report
+    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=0.02)  # as above
+    for damages in report["allocation"]["scores"]:
+        assert all(
+            (damage == 0) == (module in pair.family.whole) for module, damage in zip(MODULES, damages, strict=True)
+        )
+        # A block that lost all of its output would have 1; the modules are a part of the residual stream.
+        assert all(damage < 1 for damage in damages)
 
 
 def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: Path):
