@@ -76,21 +76,21 @@ def solvers() -> str:
     if (data := load("solvers.json")) is None:
         return ""
     about, dense = data["protocol"], data["rows"][0]["perplexity"]
-    rows = []
+    sparsities = sorted({row["sparsity"] for row in data["rows"][1:]})
+    lines: dict[tuple[str, str], dict[float, str]] = {}
     for row in data["rows"][1:]:
-        solved = "modules" in row
-        what = f"`{row['method']}`" if solved else "whole layers dropped by Block Influence"
-        if solved and row["modules"] != "all":
+        what = "whole layers dropped by Block Influence" if "modules" not in row else f"`{row['method']}`"
+        if row.get("modules", "all") != "all":
             what += f", `{row['modules']}` alone"
-        rise = math.log(row["perplexity"] / dense)
-        share = f"{row['sparsity']:.0%}"
-        rows.append(
-            [what, share, f"`{row['allocation']}`" if solved else "", f"{row['perplexity']:.1f}", f"{rise:.2f}"]
-        )
-    header = ["compressed by", "sparsity", "allocation", "perplexity", "rise of its logarithm"]
+        rule = f"`{row['allocation']}`" if "allocation" in row else ""
+        cell = f"{row['perplexity']:.1f} ({math.log(row['perplexity'] / dense):.2f})"
+        lines.setdefault((what, rule), {})[row["sparsity"]] = cell
+    rows = [[*names, *(cells.get(sparsity, "") for sparsity in sparsities)] for names, cells in sorted(lines.items())]
+    header = ["compressed by", "allocation", *(f"{sparsity:.0%}" for sparsity in sparsities)]
     return (
         f"**The best solvers against the paper's.** {about['dtype']}, calibrated on {about['calibration']};\n"
-        f"perplexity on {about['test']} (dense {dense:.1f}; `benchmarks/solvers.py`).\n\n" + table(header, rows)
+        f"perplexity on {about['test']} (dense {dense:.1f}), and the rise of its logarithm\n"
+        "(`benchmarks/solvers.py`).\n\n" + table(header, rows)
     )
 
 
