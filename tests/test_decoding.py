@@ -20,15 +20,16 @@ ROUNDING = {"rtol": 0, "atol": 1e-12}
 """Of float64 numbers of size 1 to 10."""
 
 
-@pytest.fixture
-def model():
-    """A compressed Llama of layers that differ, each key head with pairs of its own, in float64."""
+@pytest.fixture(params=[SHAPES, SHAPES[:1] * 3], ids=["shapes differ", "one shape"])
+def model(request: pytest.FixtureRequest):
+    """A compressed Llama, each key head with pairs of its own, in float64."""
     torch.manual_seed(0)
+    shapes = request.param
     config = LlamaConfig(
         vocab_size=50,
         hidden_size=32,
         intermediate_size=40,
-        num_hidden_layers=len(SHAPES),
+        num_hidden_layers=len(shapes),
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=8192,
@@ -36,8 +37,8 @@ def model():
     )
     dense = LlamaForCausalLM(config)
     architecture = architecture_of(config)
-    narrow = compressed_config(config, architecture, SHAPES)
-    for block, shape in zip(decoder_layers(dense, architecture.describe()), SHAPES, strict=True):
+    narrow = compressed_config(config, architecture, shapes)
+    for block, shape in zip(decoder_layers(dense, architecture.describe()), shapes, strict=True):
         shrink_block(block, architecture.describe(), shape, config)
     small: LlamaForCausalLM = build(narrow, dense.state_dict()).double()  # pyright: ignore
     draw_pairs(small, seed=1)

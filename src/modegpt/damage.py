@@ -57,13 +57,10 @@ class DamageScorer:
         with ExitStack() as stack:
             stack.callback(block.register_forward_pre_hook(note, with_kwargs=True).remove)
 
-            def record() -> None:
-                stack.enter_context(record_moments(block, source.architecture, source.dims, moments))
-
             def add(before: Tensor, after: Tensor) -> None:
                 if "before" not in held:
                     held.update(before=before.clone(), after=after)  # the output is about to be written over it
-                    record()
+                    stack.enter_context(record_moments(block, source.architecture, source.dims, moments))
 
             yield add
             if not moments.n_tokens:  # there is one batch: it must serve for both

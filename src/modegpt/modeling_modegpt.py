@@ -153,19 +153,15 @@ class CompressedAttention:
     def _tables(self, cos: Tensor, sin: Tensor, shared: Any = None) -> tuple[Tensor, Tensor]:
         """Return this layer's cosines and signed sines, to broadcast over `(batch, tokens, heads, queries, 2, pairs)`.
 
-        When decoding, `CompressedRotary` has gathered them for all layers at once, and this takes its views of them.
+        When decoding, `CompressedRotary` has gathered them for all layers at once.
         """
-        shape = self.rope_index.shape
-        if shared is None:
-            # On a CPU some times faster than index_select, which reads an entry at a time on one core.
-            index = self.rope_index.flatten().expand(*cos.shape[:-1], -1)
-            cos, sin = (table.gather(-1, index).unflatten(-1, shape) for table in (cos, sin))
-            # Both halves in full, so that long prompts are rotated over contiguous memory.
-            cos, sin = torch.stack((cos, cos), dim=-2), torch.stack((-sin, sin), dim=-2)
-        else:
-            cos, sin = shared[self.layer_idx]
-            cos = cos.unflatten(-1, shape).unsqueeze(-2)
-            sin = sin.unflatten(-1, shape).transpose(-2, -3)
+        if shared is not None:
+            return shared[self.layer_idx]
+        # On a CPU some times faster than index_select, which reads an entry at a time on one core.
+        index = self.rope_index.flatten().expand(*cos.shape[:-1], -1)
+        cos, sin = (table.gather(-1, index).unflatten(-1, self.rope_index.shape) for table in (cos, sin))
+        # Both halves in full, so that long prompts are rotated over contiguous memory.
+        cos, sin = torch.stack((cos, cos), dim=-2), torch.stack((-sin, sin), dim=-2)
         return cos.unsqueeze(-3), sin.unsqueeze(-3)
 
     def _copies_the_cache(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -229,23 +225,38 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     return torch.bmm(weights, value).view(batch, 1, -1, value.shape[-1])
 
 
+def _as_pairs(cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """View `(batch, 1, n)` cosines, `(batch, 1, 2, n)` signed sines as `(batch, 1, ..., heads, 1, 1 or 2, pairs)`."""
+    return cos.unflatten(-1, shape)[..., None, None, :], sin.unflatten(-1, shape).movedim(2, -2).unsqueeze(-3)
+
+
 class CompressedRotary:
     """Mixin in front of a stock rotary embedding: when one token is decoded, gathers for all layers at once."""
 
     _attentions: list[Any]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock tables; for one token, also each layer's views of its own cosines and signed sines."""
+        """Return the stock tables; for one token, also each layer's views of its own cosines and signed sines.
+
+        The views are those of `CompressedAttention._tables`. Layers of one shape, as uniform ranks make them, get them
+        from one call, and a step has that many fewer to wait for.
+        """
         tables: Any = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         indices = [attention.rope_index for attention in self._attentions]
         # Long prompts would need this memory by layers; and the layers may be spread over devices.
         if tables[0].shape[-2] != 1 or any(index.device != tables[0].device for index in indices):
             return tables
-        index = torch.cat([index.flatten() for index in indices])
-        sizes = [index.numel() for index in indices]
-        cos, sin = (table.index_select(-1, index) for table in tables)
-        cos, sin = cos.split(sizes, -1), torch.stack((-sin, sin), dim=-2).split(sizes, -1)
-        shared = {attention.layer_idx: pair for attention, *pair in zip(self._attentions, cos, sin, strict=True)}
+        flat = torch.cat([index.flatten() for index in indices])
+        cos, sin = (table.index_select(-1, flat) for table in tables)
+        sin = torch.stack((-sin, sin), dim=-2)
+        shape = indices[0].shape
+        if all(index.shape == shape for index in indices):
+            pairs: Any = zip(*(table.unbind(2) for table in _as_pairs(cos, sin, (len(indices), *shape))), strict=True)
+        else:
+            sizes = [index.numel() for index in indices]
+            parts = zip(cos.split(sizes, -1), sin.split(sizes, -1), indices, strict=True)
+            pairs = [_as_pairs(cos, sin, index.shape) for cos, sin, index in parts]
+        shared = {attention.layer_idx: pair for attention, pair in zip(self._attentions, pairs, strict=True)}
         return *tables, shared
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
