@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -496,7 +497,11 @@ def test_an_interrupted_run_ends_with_one_line_and_no_result(tiny_llama_dir: Pat
         "python-docs",
     ]
     command += ["--samples", "400", "--seq-len", "512", "--batch-size", "1"]
-    running = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and they would pass that on.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    running = subprocess.Popen(
+        list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed
+    )
     deadline = time.monotonic() + 120
     while not list(tmp_path.iterdir()) and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
