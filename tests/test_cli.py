@@ -506,7 +506,12 @@ def test_an_interrupted_run_ends_with_one_line_and_no_result(tiny_llama_dir: Pat
     while not list(tmp_path.iterdir()) and running.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=60)
+    try:
+        _, errors = running.communicate(timeout=10)
+    except subprocess.TimeoutExpired:
+        # Python drops an interrupt that comes while an object is deleted or a library tries an import: press again.
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
     assert running.returncode == 130, errors
     assert errors.splitlines()[-1].startswith("error: interrupted")
     assert "Traceback" not in errors

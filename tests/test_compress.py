@@ -188,12 +188,16 @@ def test_feedback_takes_back_drift_from_the_second_layer_on():
         return modegpt.compress(model, windows(), config)
 
     default, half, none = run(), run(feedback=0.5), run(feedback=0)
-    same = [
-        [torch.equal(left.mlp.down_proj.weight, right.mlp.down_proj.weight) for left, right in zip(a, b, strict=True)]
-        for a, b in ((default.model.layers, half.model.layers), (default.model.layers, none.model.layers))
-    ]
-    # The first layer's input has not drifted, and its own MLP is all that was cut.
-    assert same == [[True, True, True], [True, False, False]]
+
+    def same(left: LlamaForCausalLM, right: LlamaForCausalLM, tolerance: float) -> list[bool]:
+        pairs = zip(left.model.layers, right.model.layers, strict=True)
+        downs = [(a.mlp.down_proj.weight, b.mlp.down_proj.weight) for a, b in pairs]
+        return [torch.allclose(a, b, rtol=0, atol=tolerance * a.abs().max().item()) for a, b in downs]
+
+    assert same(default, half, 0) == [True, True, True]
+    # The first layer's input has not drifted, and its own MLP is all that was cut. Its drift is the difference of two
+    # float32 sums, so not quite zero; that of the others is some percent of the weights.
+    assert same(default, none, 1e-5) == [True, False, False]
     ids = windows(2)
     with torch.no_grad():
         dense = model.model(ids).last_hidden_state
@@ -247,7 +251,7 @@ def test_dead_neurons_are_dropped_first_and_reported():
         ({"qk_solver": "svd"}, "qk_solver 'svd' is unknown; allowed: cr, logits"),
         ({"vo_solver": "best"}, "vo_solver 'best' is unknown; allowed: svd, context"),
         ({"feedback": -0.1}, r"feedback -0\.1 is outside \[0, 1\]"),
-        ({"feedback": 0.5, "solver": "paper"}, "feedback needs the MLP solver 'energy'"),
+        ({"feedback": 0.5, "solver": "paper"}, "feedback needs the MLP solver 'saliency' or 'energy'"),
         ({"coverage": 1.5}, r"coverage 1\.5 is outside \[0, 1\]"),
         ({"coverage": float("nan")}, "coverage nan is outside"),
     ],

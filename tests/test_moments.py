@@ -20,7 +20,7 @@ COLUMNS = {
     "value": slice(30, 38),
     "context": slice(38, 54),
 }
-SUMS = [name for name in SHAPES if name not in ("logits", "mlp_drift")]
+SUMS = [name for name in SHAPES if name not in ("logits", "mlp_target")]
 """What `update` takes."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """Products are float32: each of a few dozen terms carries a relative rounding of 2^-24."""
@@ -71,13 +71,13 @@ def test_only_the_moments_that_were_asked_for_are_taken():
 
 def test_drift_pairs_each_tokens_mlp_input_with_what_its_output_lacks():
     torch.manual_seed(3)
-    moments = BlockMoments.zeros(DIMS, ["mlp", "mlp_drift"])
+    moments = BlockMoments.zeros(DIMS, ["mlp", "mlp_target"])
     inputs, lacking = torch.randn(2, 3, 5, 6), torch.randn(2, 3, 5, 8)
     for z, r in zip(inputs, lacking, strict=True):
         moments.update("mlp", z)
-        moments.update_drift(r)
+        moments.update_target(r)
     expected = inputs.double().reshape(-1, 6).T @ lacking.double().reshape(-1, 8)
-    torch.testing.assert_close(moments["mlp_drift"], expected, **CLOSE)
+    torch.testing.assert_close(moments["mlp_target"], expected, **CLOSE)
 
 
 def test_split_batches_merge_to_the_same_bits():

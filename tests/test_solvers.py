@@ -80,7 +80,7 @@ def test_the_names_are_those_of_the_settings():
     assert {preset: set(modules) for preset, modules in PRESETS.items()} == {"paper": set(NAMES), "best": set(NAMES)}
     assert [CompressionConfig(solver="paper").solver_of(module) for module in NAMES] == ["leverage", "cr", "svd"]
     mixed = CompressionConfig(solver="best", qk_solver="cr")
-    assert [mixed.solver_of(module) for module in NAMES] == ["energy", "cr", "context"]
+    assert [mixed.solver_of(module) for module in NAMES] == ["saliency", "cr", "context"]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -148,7 +148,8 @@ def test_without_a_rotary_embedding_a_shift_of_all_keys_changes_nothing():
     assert 0 < plain.error < 1
 
 
-def test_a_mean_that_a_bias_can_carry_is_kept_exactly():
+@pytest.mark.parametrize("solver", ["energy", "saliency"])
+def test_a_mean_that_a_bias_can_carry_is_kept_exactly(solver: str):
     torch.manual_seed(3)
     dims, config = dims_of(), CONFIG
     weights = weights_of(dims)
@@ -156,7 +157,7 @@ def test_a_mean_that_a_bias_can_carry_is_kept_exactly():
     z, u = normal(TOKENS, dims.d_int) + 3, normal(TOKENS, dims.n_heads * dims.d_head) - 2
     moments = moments_of(dims, mlp=z, context=u, value=normal(TOKENS, dims.n_kv_heads * dims.d_head) - 2)
 
-    mlp = SOLVERS["mlp"]["energy"].decide(weights, dims, moments, 7, config)
+    mlp = SOLVERS["mlp"][solver].decide(weights, dims, moments, 7, config)
     kept = [(mlp.weights["ups"][0].weight[i] == weights.ups[0].weight).all(1).nonzero().item() for i in range(7)]
     torch.testing.assert_close(
         apply(mlp.weights["down"], z[:, kept]).mean(0), apply(weights.down, z).mean(0), **ROUNDING
@@ -181,7 +182,8 @@ def test_a_mean_that_a_bias_can_carry_is_kept_exactly():
     )
 
 
-def test_with_a_bias_the_error_is_of_what_varies_and_without_one_of_everything():
+@pytest.mark.parametrize("solver", ["energy", "saliency"])
+def test_with_a_bias_the_error_is_of_what_varies_and_without_one_of_everything(solver: str):
     torch.manual_seed(4)
     dims = dims_of()
     z = normal(TOKENS, dims.d_int) + 3
@@ -190,7 +192,7 @@ def test_with_a_bias_the_error_is_of_what_varies_and_without_one_of_everything()
     moments = moments_of(dims, mlp=z)
     varying = z - z.mean(0)
     torch.testing.assert_close(centred(moments, "mlp"), varying.T @ varying, **ROUNDING)
-    carried = SOLVERS["mlp"]["energy"].decide(weights, dims, moments, 7, CONFIG)
+    carried = SOLVERS["mlp"][solver].decide(weights, dims, moments, 7, CONFIG)
     kept = [(carried.weights["ups"][0].weight[i] == weights.ups[0].weight).all(1).nonzero().item() for i in range(7)]
     lost = apply(weights.down, z) - apply(carried.weights["down"], z[:, kept])
     dense = varying @ weights.down.weight.T
@@ -199,18 +201,19 @@ def test_with_a_bias_the_error_is_of_what_varies_and_without_one_of_everything()
     del moments.sums["mlp_sum"]
     torch.testing.assert_close(centred(moments, "mlp"), z.T @ z, **ROUNDING)
     plain = weights_of(dims, bias=False)
-    result = SOLVERS["mlp"]["energy"].decide(plain, dims, moments, 7, CONFIG)
+    result = SOLVERS["mlp"][solver].decide(plain, dims, moments, 7, CONFIG)
     assert result.weights["down"].bias is None
 
 
-def test_what_is_silent_or_missing_is_noted():
+@pytest.mark.parametrize("solver", ["energy", "saliency"])
+def test_what_is_silent_or_missing_is_noted(solver: str):
     torch.manual_seed(5)
     dims = dims_of()
     weights = weights_of(dims)
     z, u = normal(TOKENS, dims.d_int), normal(TOKENS, dims.n_heads * dims.d_head)
     z[:, :7], u[:, :12] = 0, 0
     moments = moments_of(dims, mlp=z, context=u)
-    mlp = SOLVERS["mlp"]["energy"].decide(weights, dims, moments, 6, CONFIG)
+    mlp = SOLVERS["mlp"][solver].decide(weights, dims, moments, 6, CONFIG)
     assert mlp.notes[0] == "7 neurons are zero on the whole calibration text"
     assert mlp.notes[1].startswith("the kept moment lacks 1 of 6 ranks")
     vo = SOLVERS["vo"]["context"].decide(weights, dims, moments, 3, CONFIG)

@@ -9,21 +9,25 @@ from transformers import AutoModelForCausalLM
 from conformance.families import FAMILIES, Family, tokens
 from modegpt import attention_logits
 from modegpt.architectures.access import Layout
+from modegpt.at_rest import at_rest, attention_at_rest
 from modegpt.attention_logits import FIRST, QUERIES, record_logits
 from modegpt.blocks import run_block
 from modegpt.config import CompressionConfig
+from modegpt.decompose.energy import take_back
 from modegpt.distributed import join_team
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
-from modegpt.staged import measure_and_compress, mlp_at_rest
-from modegpt.surgery import compress_block, needed_moments, stages
+from modegpt.solvers.mlp import DRIFT_RIDGE
+from modegpt.staged import measure_and_compress
+from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 
 CPU = torch.device("cpu")
 BY_NAME = {family.name: family for family in FAMILIES}
 WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole]
+PLAIN = [family for family in WITH_MLP if family.architecture.plain_mlp]
 SEQUENTIAL = [family for family in WITH_MLP if not family.architecture.parallel]
 LOGITS = [family for family in FAMILIES if "qk" not in family.whole and family.dims.rotary_dim]
 
@@ -42,22 +46,33 @@ def moments_of(source, block, calibration, names, rest: bool = False) -> BlockMo
     moments = BlockMoments.zeros(source.dims, names)
     with record_moments(block, source.architecture, source.dims, moments):
         if rest:
-            with mlp_at_rest(block, source.architecture):
+            with at_rest(block, idle(source.architecture)):
                 list(run_block(block, 0, calibration, CPU))
         else:
             list(run_block(block, 0, calibration, CPU))
     return moments
 
 
+def idle(architecture) -> list[str]:
+    """All that the moments of the attention do not need."""
+    return [*architecture.up, architecture.down, f"{architecture.attention}.{architecture.output}"]
+
+
 def staged(source, calibration, ranks, config, dense=None):
-    block = source.blocks.take(0, CPU)
-    team, watch = join_team(CPU), Stopwatch(CPU)
-    outcome = measure_and_compress(block, 0, calibration, ranks, source, config, CPU, team, watch, dense)
+    block, _calibration, outcome = halfway(source, calibration, ranks, config, dense)
     return block, outcome
 
 
+def halfway(source, calibration, ranks, config, dense=None):
+    """The compressed block, and the hidden states behind its attention, or None where the block must run whole."""
+    block, calibration = source.blocks.take(0, CPU), calibration.copy()
+    team, watch = join_team(CPU), Stopwatch(CPU)
+    outcome, in_middle = measure_and_compress(block, 0, calibration, ranks, source, config, CPU, team, watch, dense)
+    return block, calibration if in_middle else None, outcome
+
+
 @by_name(WITH_MLP)
-def test_an_mlp_at_rest_leaves_the_attention_and_itself_as_they_were(family: Family):
+def test_what_is_at_rest_leaves_the_attention_and_itself_as_they_were(family: Family):
     source, calibration = opened(family)
     block = source.blocks.peek(0, CPU)
     before = list(run_block(block, 0, calibration, CPU))
@@ -66,7 +81,7 @@ def test_an_mlp_at_rest_leaves_the_attention_and_itself_as_they_were(family: Fam
     asleep = moments_of(source, block, calibration, names, rest=True)
     assert asleep.n_tokens == awake.n_tokens == 5 * 20
     assert all(torch.equal(awake[name], asleep[name]) for name in names)
-    with mlp_at_rest(block, source.architecture):
+    with at_rest(block, idle(source.architecture)):
         resting = list(run_block(block, 0, calibration, CPU))
     assert not any(torch.equal(left, right) for left, right in zip(before, resting, strict=True))
     after = list(run_block(block, 0, calibration, CPU))
@@ -98,6 +113,62 @@ def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
     alone, _ = staged(source, calibration, {**full, "mlp": ranks["mlp"]}, config)
     down = source.architecture.down
     assert not torch.equal(alone.get_submodule(down).weight, block.get_submodule(down).weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@by_name(SEQUENTIAL)
+def test_the_second_half_of_a_block_gives_what_the_whole_block_gives(family: Family, dtype: str):
+    source, calibration = opened(family)
+    config = CompressionConfig(solver="best", dtype=dtype)
+    block, middle, _outcome = halfway(source, calibration, family.ranks()[0], config)
+    assert (middle is not None) == source.architecture.plain_mlp
+    rounded_tensors(block, getattr(torch, dtype))
+    whole = list(run_block(block, 0, calibration, CPU))
+    if middle is not None:
+        with attention_at_rest(block, source.architecture):
+            half = list(run_block(block, 0, middle, CPU))
+        assert all(torch.equal(left, right) for left, right in zip(half, whole, strict=True))
+    again = list(run_block(block, 0, calibration, CPU))
+    assert all(torch.equal(left, right) for left, right in zip(again, whole, strict=True))
+    assert not any("forward" in vars(module) for module in block.modules())
+
+
+@by_name(PLAIN)
+def test_with_the_down_projection_at_rest_the_target_is_the_drift_and_what_the_mlp_adds(family: Family):
+    source, calibration = opened(family)
+    dense = calibration.copy()
+    for batch, output in enumerate(run_block(source.blocks.peek(0, CPU), 0, calibration, CPU)):
+        dense.hidden[batch] = output + torch.linspace(-1, 1, source.dims.d_model)
+    ranks = {**family.full_ranks()[0], "mlp": 10}
+    fed, _ = staged(source, calibration, ranks, CompressionConfig(solver="best"), dense)
+    plain, outcome = staged(source, calibration, ranks, CompressionConfig(solver="best", feedback=0.0))
+
+    # By hand, from whole passes: the states of the MLP, and what the block's output lacks.
+    block, architecture = source.blocks.peek(0, CPU), source.architecture
+    states: list[torch.Tensor] = []
+    hook = block.get_submodule(architecture.down).register_forward_pre_hook(lambda _m, inputs: states.append(inputs[0]))
+    outputs = list(run_block(block, 0, calibration, CPU))
+    hook.remove()
+    z = torch.cat([each.flatten(0, -2) for each in states]).double()
+    lacking = (target - output for target, output in zip(dense.hidden, outputs, strict=True))
+    r = torch.cat([each.flatten(0, -2) for each in lacking]).double()
+    layout = Layout.dense(architecture, source.dims)
+    down = layout.narrowed(outcome.layer).read(plain).down
+    assert down is not None
+    kept = kept_neurons(layout.read(block), layout.narrowed(outcome.layer).read(plain))
+    expected = down.weight + 0.5 * take_back(z.T @ z, z.T @ r, kept, DRIFT_RIDGE)
+    corrected = layout.narrowed(outcome.layer).read(fed).down
+    assert corrected is not None
+    assert not torch.equal(corrected.weight, down.weight)
+    # float32 products of states and residuals of size ten, 100 tokens.
+    torch.testing.assert_close(corrected.weight.double(), expected.double(), rtol=1e-4, atol=1e-5)
+
+
+def kept_neurons(dense, narrow) -> torch.Tensor:
+    """The places of the narrow rows of the first projection among the dense ones."""
+    same = (narrow.ups[0].weight[:, None] == dense.ups[0].weight).all(-1)
+    assert bool((same.sum(1) == 1).all())
+    return same.int().argmax(1)
 
 
 @pytest.mark.parametrize(

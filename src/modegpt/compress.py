@@ -5,6 +5,7 @@ Section 3.3).
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .allocation import Allocation, LayerSizes, allocate
+from .at_rest import attention_at_rest
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, run_block
 from .calibration import with_coverage
 from .checkpoint import build, check_output, compressed_config
@@ -269,15 +271,20 @@ class Run:
             if (finished := read(index)) is not None:
                 tensors, outcome = finished
                 block = self._restore(index, tensors, outcome, dense)
+                halfway = False
                 del tensors
             else:
-                block, outcome = self._compress_block(blocks, index, calibration, dense, allocation.ranks[index])
+                block, outcome, halfway = self._compress_block(
+                    blocks, index, calibration, dense, allocation.ranks[index]
+                )
                 named = rounded_tensors(block, self.out_dtype).items()
                 keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
                 del named
             outcomes.append(outcome)
-            with self.watch.stage("forward"):
-                self._advance(block, index, calibration)
+            half = attention_at_rest(block, self.source.architecture) if halfway else nullcontext()
+            if index + 1 < self.source.dims.n_layers:  # nothing reads what the last block gives
+                with self.watch.stage("forward"), half:
+                    self._advance(block, index, calibration)
             del block, finished
             self._tell("compress", index + 1)
         return outcomes
@@ -289,17 +296,17 @@ class Run:
         calibration: Calibration,
         dense: Calibration | None,
         ranks: dict[str, int],
-    ) -> tuple[nn.Module, BlockOutcome]:
+    ) -> tuple[nn.Module, BlockOutcome, bool]:
         source = self.source
         with self.watch.stage("load"):
             block = blocks.take(index)
         if dense is not None:
             with self.watch.stage("forward"):
                 self._advance(block, index, dense)
-        outcome = measure_and_compress(
+        outcome, halfway = measure_and_compress(
             block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch, dense
         )
-        return block, outcome
+        return block, outcome, halfway
 
     def _restore(
         self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome, dense: Calibration | None

@@ -11,16 +11,18 @@ SAMPLINGS = ("random", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PRESETS = {
     "paper": {"mlp": "leverage", "qk": "cr", "vo": "svd"},
-    "best": {"mlp": "energy", "qk": "logits", "vo": "context"},
+    "best": {"mlp": "saliency", "qk": "logits", "vo": "context"},
 }
 """What each value of `solver` stands for, by module."""
-SOLVERS = {module: tuple(preset[module] for preset in PRESETS.values()) for module in MODULES}
+SOLVERS = {"mlp": ("leverage", "energy", "saliency"), "qk": ("cr", "logits"), "vo": ("svd", "context")}
 """The solvers of each module."""
 COVERAGE = 0.25
 """Share of extra calibration windows that `best` makes (`calibration.with_coverage`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
+FEEDING = ("energy", "saliency")
+"""The solvers of the MLP that take drift back."""
 FEEDBACK = 0.5
-"""Share of the drift that `energy` takes back: none of it loses more, on text like and unlike the calibration text."""
+"""Share of the drift that they take back: none of it loses more, on text like and unlike the calibration text."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class CompressionConfig:
     solver: str = "best"
     """`paper`, or `best`: closed-form solvers that lose less at the same size (docs/algorithms.md)."""
     mlp_solver: str | None = None
-    """`leverage` or `energy`; None for what `solver` stands for. So are the next two."""
+    """`leverage`, `energy` or `saliency`; None for what `solver` stands for. So are the next two."""
     qk_solver: str | None = None
     """`cr` or `logits`."""
     vo_solver: str | None = None
@@ -67,7 +69,7 @@ class CompressionConfig:
     `best` and none with `paper`."""
     feedback: float | None = None
     """Share of the drift from the dense model that each refit of a down projection takes back, in [0, 1]; None for
-    0.5 with the `energy` solver of the MLP and 0 with `leverage`."""
+    0.5, and 0 with the MLP solver `leverage`."""
     ridge: float = 1.0
     """λ of the leverage scores, on the unnormalised moment."""
     dtype: str = "auto"
@@ -115,8 +117,10 @@ class CompressionConfig:
             raise InputError(f"coverage {self.coverage} is outside [0, 1]: give a share such as 0.25, or 0 for none")
         if self.feedback is not None and not 0 <= self.feedback <= 1:
             raise InputError(f"feedback {self.feedback} is outside [0, 1]: give a share such as 0.5, or 0 for none")
-        if self.feedback and self.solver_of("mlp") != "energy":
-            raise InputError("feedback needs the MLP solver 'energy': give --mlp-solver energy, or --feedback 0")
+        if self.feedback and self.solver_of("mlp") not in FEEDING:
+            raise InputError(
+                "feedback needs the MLP solver 'saliency' or 'energy': give --mlp-solver saliency, or --feedback 0"
+            )
         if not self.modules:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
         for module in self.modules:
@@ -136,7 +140,7 @@ class CompressionConfig:
     @property
     def feedback_share(self) -> float:
         """Share of the drift that the MLP's refits take back; 0 where the MLP stays whole."""
-        if "mlp" not in self.modules or self.solver_of("mlp") != "energy":
+        if "mlp" not in self.modules or self.solver_of("mlp") not in FEEDING:
             return 0.0
         return FEEDBACK if self.feedback is None else self.feedback
 

@@ -20,7 +20,7 @@ from .errors import NumericalError
 SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),
     "mlp_sum": lambda d: (d.d_int,),
-    "mlp_drift": lambda d: (d.d_int, d.d_model),
+    "mlp_target": lambda d: (d.d_int, d.d_model),
     "query": lambda d: (d.n_heads, d.d_head),
     "key": lambda d: (d.n_kv_heads, d.d_head),
     "query_moment": lambda d: (d.n_heads, d.d_head, d.d_head),
@@ -32,11 +32,11 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "logits": lambda d: (d.n_heads, d.d_head, d.d_head),
 }
 """The sums that can be taken. `z` is the input of the down projection, `q k v` are the projections' outputs before the
-rotary embedding, biases included, `u` is the context, the input of the output projection, and `r` is what the block's
-output lacks of the dense model's. Over all tokens: `mlp = Σ z zᵀ`, `mlp_sum = Σ z`, `mlp_drift = Σ z rᵀ`; by head
-`query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; over
-all heads `context = Σ u uᵀ` and `context_sum = Σ u`; and `logits`, the covariance of the coordinates' shares in the
-attention logits (`decompose.logits`)."""
+rotary embedding, biases included, `u` is the context, the input of the output projection, and `y` is what the MLP would
+have to add for the block's output to be the dense model's. Over all tokens: `mlp = Σ z zᵀ`, `mlp_sum = Σ z`,
+`mlp_target = Σ z yᵀ`; by head `query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`,
+`key_sum = Σ k`, `value = Σ v vᵀ`; over all heads `context = Σ u uᵀ` and `context_sum = Σ u`; and `logits`, the
+covariance of the coordinates' shares in the attention logits (`decompose.logits`)."""
 
 MEANINGS = {"mlp": "MLP activations", "context": "contexts", "logits": "attention logits"}
 
@@ -68,7 +68,7 @@ class BlockMoments:
                 what the output projection reads. Cost: `2·d_int²` operations a token for `mlp`.
         """
         x = states.flatten(0, -2).float()
-        if source == "mlp" and "mlp_drift" in self.sums:
+        if source == "mlp" and "mlp_target" in self.sums:
             self._mlp_input = x
         for name in self.sums.keys() & {source, f"{source}_sum", f"{source}_moment"}:
             total = self.sums[name]
@@ -80,10 +80,10 @@ class BlockMoments:
                 heads = x.unflatten(-1, (len(total), -1)).transpose(0, 1)
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
 
-    def update_drift(self, lacking: Tensor) -> None:
-        """Add `(..., d_model)` residuals of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
+    def update_target(self, wanted: Tensor) -> None:
+        """Add `(..., d_model)` targets of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
         assert self._mlp_input is not None
-        self.sums["mlp_drift"] += self._mlp_input.mT @ lacking.flatten(0, -2).float()
+        self.sums["mlp_target"] += self._mlp_input.mT @ wanted.flatten(0, -2).float()
         self._mlp_input = None
 
     def merge(self, other: "BlockMoments") -> None:

@@ -1,20 +1,19 @@
 """One block of a run: its moments are taken and its modules compressed, in one stage or in two."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .architectures import Architecture
+from .at_rest import at_rest
 from .blocks import Calibration, run_block
 from .config import CompressionConfig
 from .distributed import Team
 from .moments import BlockMoments, record_moments
-from .preparation import Source
+from .preparation import Source, output_dtype
 from .report import Stopwatch
-from .surgery import BlockOutcome, compress_block, needed_moments, stages
+from .surgery import BlockOutcome, compress_block, needed_moments, round_weights, stages
 
 
 def measure_and_compress(
@@ -28,23 +27,32 @@ def measure_and_compress(
     team: Team,
     watch: Stopwatch,
     dense: Calibration | None = None,
-) -> BlockOutcome:
+) -> tuple[BlockOutcome, bool]:
     """Compress a dense block in place, on the hidden states that the blocks before it produce.
 
     The paper's solvers read the dense block. A solver that is `late` reads the MLP's moments from the block whose
     attention is already compressed, so that the refit makes up for what attention lost. With `dense`, the hidden
     states of the dense model after this block, it makes up for a share of what all blocks before lost, too.
+
+    Returns:
+        What was done, and whether `calibration` now holds the hidden states behind the compressed attention: the pass
+        that read the MLP's moments has left them there, and the block's second half is all that is still to run.
     """
-    outcome = None
+    outcome, halfway = None, False
     parts = stages(ranks, source.architecture, source.dims, config) or [()]
     for modules in parts:
+        halfway = outcome is not None and bool(source.architecture.plain_mlp)
+        if halfway:
+            # All but the MLP is final: what follows it must be what the written weights give.
+            mlp = (*source.architecture.up, source.architecture.down)
+            round_weights(block, output_dtype(config, source), besides=mlp)
         needed = needed_moments(modules, block, source.architecture, source.dims, config)
         # What an MLP adds behind a norm or a factor is not in the space of the drift.
         if dense is not None and "mlp" in modules and source.architecture.plain_mlp:
-            needed = (*needed, "mlp_drift")
+            needed = (*needed, "mlp_target")
         moments = BlockMoments.zeros(source.dims, needed, device)
         with watch.stage("moments"):
-            _measure(block, index, calibration, modules, source, moments, device, dense)
+            _measure(block, index, calibration, modules, source, moments, device, dense, halfway)
         team.sum_moments(moments)
         moments.check_finite(index)
         with watch.stage("decompose"):
@@ -53,7 +61,7 @@ def measure_and_compress(
             )
         del moments
     assert outcome is not None
-    return outcome
+    return outcome, halfway
 
 
 def _measure(
@@ -65,37 +73,22 @@ def _measure(
     moments: BlockMoments,
     device: torch.device,
     dense: Calibration | None,
+    to_middle: bool,
 ) -> None:
+    """Add to the moments of some modules; `to_middle` replaces the calibration by what follows the attention."""
     if not modules:
         return
-    targets = iter(dense.hidden) if dense is not None and "mlp_drift" in moments.sums else None
+    architecture = source.architecture
+    targets = iter(dense.hidden) if dense is not None and "mlp_target" in moments.sums else None
+    idle = [architecture.down] if architecture.down else []
+    if "mlp" not in modules:
+        idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
     with ExitStack() as stack:
-        stack.enter_context(record_moments(block, source.architecture, source.dims, moments))
-        if "mlp" not in modules:
-            stack.enter_context(mlp_at_rest(block, source.architecture))
-        for output in run_block(block, index, calibration, device):
+        stack.enter_context(record_moments(block, architecture, source.dims, moments))
+        # What these would give is read by nothing; without it, a block with a plain MLP gives its middle.
+        stack.enter_context(at_rest(block, idle))
+        for batch, output in enumerate(run_block(block, index, calibration, device)):
             if targets is not None:
-                moments.update_drift(next(targets).to(device) - output)
-
-
-@contextmanager
-def mlp_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[None]:
-    """While the context is open, the block's MLP computes zeros: for passes that only read the attention."""
-    names = [*architecture.up, architecture.down] if architecture.down else []
-    modules: list[Any] = list(dict.fromkeys(block.get_submodule(name) for name in names))
-
-    def zeros(width: int, leaves: bool) -> Any:
-        def forward(x: Tensor) -> Tensor:
-            if leaves:  # some blocks add to it in place
-                return x.new_zeros(*x.shape[:-1], width)
-            return x.new_zeros(()).expand(*x.shape[:-1], width)
-
-        return forward
-
-    for module in modules:
-        module.forward = zeros(module.nf if hasattr(module, "nf") else module.out_features, module is modules[-1])
-    try:
-        yield
-    finally:
-        for module in modules:
-            del module.forward
+                moments.update_target(next(targets).to(device) - output)
+            if to_middle:
+                calibration.hidden[batch] = output

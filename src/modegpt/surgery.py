@@ -133,14 +133,21 @@ def compress_block(
 
 
 @torch.no_grad()
-def rounded_tensors(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the block's tensors in their final dtype, and round the block itself to it.
+def round_weights(block: nn.Module, dtype: torch.dtype, besides: Sequence[str] = ()) -> None:
+    """Round a block's tensors to their final dtype, but for those of the modules `besides`; each stays in its own.
 
-    The next block must be calibrated on what the written weights produce, and so that a resumed run sees the same.
+    What follows must be calibrated on what the written weights produce, and so that a resumed run sees the same.
     """
-    tensors = {}
     for name, tensor in block.state_dict().items():
-        tensors[name] = tensor.to("cpu", dtype, copy=True) if tensor.is_floating_point() else tensor.cpu()
-        if tensor.is_floating_point() and tensor.dtype != dtype:
-            tensor.copy_(tensors[name])
-    return tensors
+        if tensor.is_floating_point() and tensor.dtype != dtype and name.rpartition(".")[0] not in besides:
+            tensor.copy_(tensor.to(dtype))
+
+
+@torch.no_grad()
+def rounded_tensors(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Round the block to its final dtype, and return its tensors in it."""
+    round_weights(block, dtype)
+    return {
+        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in block.state_dict().items()
+    }

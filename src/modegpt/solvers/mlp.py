@@ -1,5 +1,9 @@
 """The MLP: which neurons stay, and the down projection refitted to them."""
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from ..architectures import Dimensions
@@ -7,13 +11,17 @@ from ..architectures.access import Affine, BlockWeights
 from ..config import CompressionConfig
 from ..decompose import NystromResult, nystrom
 from ..decompose.energy import energy, take_back
+from ..decompose.saliency import saliency
 from ..moments import BlockMoments
 from .bias import centred, shifted_bias
-from .decision import Decision, Solver
+from .decision import Decide, Decision, Solver
 
 RIDGE = 0.3
-"""λ of the energy solver's refit. On text unlike the calibration text the log perplexity of SmolLM2's MLPs at 20 %
-rises by 0.552 without a ridge, 0.545 at 0.03, 0.527 at 0.3 and 0.531 at 1 (docs/log.md)."""
+"""λ of the refit of `energy` and `saliency`. On text unlike the calibration text the log perplexity of SmolLM2's MLPs
+at 20 % rises by 0.552 without a ridge, 0.545 at 0.03, 0.527 at 0.3 and 0.531 at 1 (docs/log.md)."""
+SALIENCY_RIDGE = 0.1
+"""μ of the saliencies. At 30 % the log perplexity of SmolLM2 rises by 0.380 on text like and 0.957 on text unlike the
+calibration text with 0.03, by 0.387 and 0.916 with 0.1, and by 0.397 and 0.935 with 0.3 (docs/log.md)."""
 DRIFT_RIDGE = 1.0
 """λ of the correction of the drift, which must not follow the calibration text closely (docs/log.md)."""
 
@@ -28,23 +36,33 @@ def leverage(
     return _decision(weights, moments, result, weights.down.bias, notes)
 
 
-def energetic(
-    weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
-) -> Decision:
-    """The neurons of the largest output energy, and a ridge refit.
+def fed(select: Callable[[Tensor, Tensor, int], NystromResult]) -> Decide:
+    """Return a solver that chooses neurons by what they write, and refits with a ridge.
 
     Where the down projection has a bias, both are of what varies: the bias takes over the mean of what is dropped.
     Where the drift from the dense model was measured, a share of it is taken back.
     """
-    assert weights.down is not None
-    down = weights.down.weight.double()
-    moment = centred(moments, "mlp")
-    result = energy(moment, down, rank, RIDGE)
-    bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, result.kept)
-    if (drift := moments.sums.get("mlp_drift")) is not None:
-        correction = take_back(moments["mlp"], drift, result.kept, DRIFT_RIDGE)
-        result = result._replace(weight=result.weight + config.feedback_share * correction)
-    return _decision(weights, moments, result, bias, [])
+
+    def decide(
+        weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
+    ) -> Decision:
+        assert weights.down is not None
+        down = weights.down.weight.double()
+        moment = centred(moments, "mlp")
+        result = select(moment, down, rank)
+        bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, result.kept)
+        if "mlp_target" in moments.sums:
+            correction = take_back(moments["mlp"], _drift(moments, weights.down), result.kept, DRIFT_RIDGE)
+            result = result._replace(weight=result.weight + config.feedback_share * correction)
+        return _decision(weights, moments, result, bias, [])
+
+    return decide
+
+
+def _drift(moments: BlockMoments, down: Affine) -> Tensor:
+    """Return `Σ z rᵀ` with `r = y − W z − b`, what the block's output would lack of the dense model's."""
+    drift = moments["mlp_target"] - moments["mlp"] @ down.weight.double().mT
+    return drift if down.bias is None else drift - torch.outer(moments["mlp_sum"], down.bias.double())
 
 
 def _decision(
@@ -59,5 +77,10 @@ def _decision(
     return Decision({"ups": ups, "down": Affine(result.weight, bias)}, result.error, notes)
 
 
+def _centred_needs(_dims: Dimensions, bias: bool) -> tuple[str, ...]:
+    return ("mlp", "mlp_sum") if bias else ("mlp",)
+
+
 LEVERAGE = Solver(leverage, needs=lambda dims, bias: ("mlp",))
-ENERGY = Solver(energetic, needs=lambda dims, bias: ("mlp", "mlp_sum") if bias else ("mlp",), late=True)
+ENERGY = Solver(fed(partial(energy, ridge=RIDGE)), needs=_centred_needs, late=True)
+SALIENCY = Solver(fed(partial(saliency, ridge=SALIENCY_RIDGE, refit_ridge=RIDGE)), needs=_centred_needs, late=True)

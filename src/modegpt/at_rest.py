@@ -1,0 +1,52 @@
+"""Passes that compute part of a block: while modules of it are at rest, they give zeros at no cost."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from .architectures import Architecture
+
+
+@contextmanager
+def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+    """While the context is open, linear modules of a block give zeros. Hooks on them still see what they are given.
+
+    Args:
+        block: a decoder block, dense or compressed.
+        paths: of the modules, from the block; one that is named twice counts once.
+    """
+    modules: list[Any] = list(dict.fromkeys(block.get_submodule(path) for path in paths))
+
+    def zeros(width: int) -> Any:
+        # Memory of its own: some blocks add to what they get in place.
+        return lambda x: x.new_zeros(*x.shape[:-1], width)
+
+    for module in modules:
+        module.forward = zeros(module.nf if hasattr(module, "nf") else module.out_features)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.forward
+
+
+@contextmanager
+def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[None]:
+    """While the context is open, the block's attention gives zeros: for passes that go on from the middle.
+
+    Given the residual stream behind its attention, a block that adds its modules' outputs to the stream as they are
+    (`Architecture.plain_mlp`, not `parallel`) then gives what the whole block gives.
+    """
+    attention: Any = block.get_submodule(architecture.attention)
+
+    def forward(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:
+        x = inputs[0] if inputs else named["hidden_states"]
+        return x.new_zeros(()).expand_as(x), None
+
+    attention.forward = forward
+    try:
+        yield
+    finally:
+        del attention.forward
