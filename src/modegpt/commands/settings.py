@@ -26,7 +26,7 @@ HELP = {
     "plan": "Ranks by layer, from modegpt plan.",
     "modules": "Which of mlp, qk and vo, with commas.",
     "solver": "paper, or best: loses less at the same size.",
-    "mlp_solver": "Instead of the solver's: leverage or energy.",
+    "mlp_solver": "Instead of the solver's: leverage, energy or saliency.",
     "qk_solver": "Instead of the solver's: cr or logits.",
     "vo_solver": "Instead of the solver's: svd or context.",
     "coverage": "Extra windows with random tokens; 0.25 of samples with best.",
