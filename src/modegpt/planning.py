@@ -69,14 +69,16 @@ def estimate(
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
 
     Memory: one block, one MLP moment and two working copies of it in float64, the embeddings, the hidden states.
-    Time: two passes over the blocks (one more for a `late` solver, and one for the dense model where drift is taken
-    back) and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the float64 rate. Attention
-    scores and disk are left out, so read it as the right order, not as a promise.
+    Time: two passes over the blocks (one more for the dense model where drift is taken back, and one for a `late`
+    solver where the MLP's output is changed before it is added; elsewhere its stages are halves of a pass) and the
+    moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the float64 rate. Attention scores and disk
+    are left out, so read it as the right order, not as a promise.
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
-    streams = 2 if config.feedback_share and source.architecture.plain_mlp else 1
-    n_passes = 1 + streams + solver_of("mlp", config).late
+    plain = source.architecture.plain_mlp
+    streams = 2 if config.feedback_share and plain else 1
+    n_passes = 1 + streams + (solver_of("mlp", config).late and not plain)
     dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)

@@ -53,8 +53,8 @@ def symmetrize(matrix: Tensor) -> Tensor:
     return (matrix + matrix.mT) / 2
 
 
-def cholesky(matrix: Tensor, shift: float = 0.0) -> Factor:
-    """Factor a positive definite matrix as `A + shift·I = L Lᵀ`, adding jitter to the diagonal only if it must.
+def cholesky(matrix: Tensor, shift: float | Tensor = 0.0) -> Factor:
+    """Factor a positive definite matrix as `A + diag(shift) = L Lᵀ`, adding jitter to the diagonal only if it must.
 
     The jitter starts at `n·eps` of each diagonal entry and grows tenfold; it is reported, never silent. Only the
     lower triangle of the `(n, n)` matrix is read. Memory: one working copy beside the factor.

@@ -24,13 +24,10 @@ def saliencies(moment: Tensor, down: Tensor, ridge: float) -> Tensor:
         down: `(d_model, d_int)` down projection `W`, float64.
         ridge: `μ > 0`, relative to each neuron's own energy.
     """
-    size = moment.diagonal().clamp_min(0).sqrt()
-    scale = torch.where(size > 0, 1 / torch.where(size > 0, size, 1), 0)
-    scaled = (scale[:, None] * moment).mul_(scale)
-    scaled.diagonal().fill_(1 + ridge)
-    lower = psd.cholesky(scaled).lower
-    del scaled
-    return (down * size).square().sum(0) / psd.inverse_diagonal(lower)
+    size = moment.diagonal()
+    alive = size > 0
+    lower, _jitter = psd.cholesky(moment, torch.where(alive, ridge * size, 1))
+    return torch.where(alive, down.square().sum(0) / psd.inverse_diagonal(lower), 0)
 
 
 def saliency(moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge: float) -> NystromResult:
