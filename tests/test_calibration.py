@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from modegpt.calibration import REPLACED, check_source, draw_windows, load_text, tokenize, with_coverage
+from modegpt.calibration import check_source, draw_windows, load_text, tokenize
 from modegpt.datasets_known import HUB, HubData, hold_out, hub_text, python_docs
 from modegpt.errors import InputError, MissingExtraError
 
@@ -319,49 +319,3 @@ def test_too_short_text_says_what_would_fit(sampling, samples, seq_len, advice):
 def test_malformed_request_for_windows_is_refused(request_):
     with pytest.raises(InputError):
         draw_windows(torch.arange(100), *request_, 0, "t")
-
-
-def coverage_problem(samples: int = 40, seq_len: int = 50) -> torch.Tensor:
-    # Only the lower half of the vocabulary stands in the text.
-    return torch.randint(500, (samples, seq_len), generator=torch.Generator().manual_seed(3))
-
-
-def test_no_coverage_is_the_windows_themselves():
-    windows = coverage_problem()
-    assert with_coverage(windows, 0.0, 1000, seed=0) is windows
-
-
-@pytest.mark.parametrize(("share", "count"), [(0.001, 1), (0.25, 10), (0.26, 10), (0.27, 11), (1.0, 40)])
-def test_coverage_adds_copies_of_evenly_spaced_windows(share, count):
-    windows = coverage_problem()
-    covered = with_coverage(windows, share, 1000, seed=0)
-    assert covered.shape == (40 + count, 50)
-    assert covered.dtype == windows.dtype
-    assert torch.equal(covered[:40], windows)
-    sources = [index * 40 // count for index in range(count)]
-    # The windows are drawn at random, so that only a copy agrees with its source in most places.
-    assert bool(((covered[40:] == windows[sources]).float().mean(1) > 0.4).all())
-
-
-def test_coverage_replaces_its_share_of_tokens_by_any_of_the_vocabulary():
-    windows = coverage_problem(400)
-    copies = with_coverage(windows, 1.0, 1000, seed=0)[400:]
-    changed = copies != windows
-    # 20,000 draws: the standard deviation of a share of 0.3 is 0.003. One token in a thousand is drawn again.
-    assert changed.float().mean() == pytest.approx(REPLACED, abs=0.015)
-    drawn = copies[changed]
-    assert (drawn >= 500).float().mean() == pytest.approx(0.5, abs=0.03)
-    assert int(drawn.min()) >= 0
-    assert int(drawn.max()) < 1000
-    assert len(drawn.unique()) > 950  # of 1000, six draws each: 2 or 3 are missed on average
-    assert bool((changed.float().mean(1) < 0.7).all())  # every copy keeps its context
-
-
-def test_coverage_follows_the_seed_and_leaves_its_input_and_the_global_state_alone():
-    windows = coverage_problem()
-    before, state = windows.clone(), torch.get_rng_state()
-    first, again, other = (with_coverage(windows, 0.5, 1000, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
-    assert torch.equal(windows, before)
-    assert torch.equal(torch.get_rng_state(), state)

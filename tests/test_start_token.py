@@ -12,7 +12,7 @@ from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedTokenizerFast
 
 import modegpt
 from modegpt import CompressionConfig
-from modegpt.calibration import begin_windows, load_text, start_token, tokenize, with_coverage
+from modegpt.calibration import begin_windows, load_text, start_token, tokenize
 from modegpt.measuring import measure
 from modegpt.preparation import open_text
 
@@ -25,13 +25,6 @@ def test_begun_windows_hold_the_text_behind_the_start_token(n_tokens: int, seq_l
     assert (windows[:, 0] == 99).all()
     assert torch.equal(windows[:, 1:].flatten(), tokens[: len(windows) * (seq_len - 1)])
     assert n_tokens - len(windows) * (seq_len - 1) < seq_len - 1
-
-
-def test_coverage_keeps_the_token_that_begins_every_window():
-    windows = torch.cat((torch.full((40, 1), 7), torch.zeros(40, 9, dtype=torch.long)), dim=1)
-    covered = with_coverage(windows, 1.0, 1000, 0)[40:]
-    assert (covered[:, 0] == 7).all()
-    assert (covered[:, 1:] != 0).any()
 
 
 @pytest.mark.parametrize("model_type", ["gemma", "modegpt_gemma2", "gemma3_text", "llama", "modegpt_llama", "bert"])

@@ -219,7 +219,7 @@ def test_a_disk_that_refuses_a_file_keeps_what_was_finished(tmp_path: Path):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def refuse_from_layer_2(stage: str, done: int, _total: int) -> None:
-        if done == 2:
+        if (stage, done) == ("compress", 2):
             half = (layers / "00001.safetensors").stat().st_size // 2
             resource.setrlimit(resource.RLIMIT_FSIZE, (half, unlimited[1]))
 

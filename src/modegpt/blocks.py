@@ -2,8 +2,9 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -64,6 +65,10 @@ class BlockSource(Protocol):
         """Return the hidden states before block 0 and the arguments of every block."""
         ...
 
+    def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield `(rows, vocab)` logits for each `(rows, d_model)` of hidden states behind the last block."""
+        ...
+
 
 class ModelBlocks:
     """The blocks of a model that is in memory.
@@ -105,6 +110,10 @@ class ModelBlocks:
     def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`."""
         return run_identity_blocks(self.model, self.layers, windows, batch_size, hidden)
+
+    def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
+        """See `BlockSource.logits`."""
+        return run_behind_blocks(self.model, self.layers, states)
 
 
 class PrefetchedBlocks:
@@ -161,8 +170,8 @@ def check_weights(block: nn.Module, index: int) -> nn.Module:
     return block
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: returns its input and notes the arguments it was called with."""
+class _StandIn(nn.Module):
+    """Stands in for a block: notes what it is called with, and returns its input, or what it was told to return."""
 
     def __init__(self, block: nn.Module, tuple_output: bool) -> None:
         super().__init__()
@@ -172,16 +181,32 @@ class _Recorder(nn.Module):
         self._attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
         self.arguments: dict[str, Any] = {}
         self.states: Tensor | None = None
+        self.output: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         attributes = self.__dict__.get("_attributes", {})
         return attributes[name] if name in attributes else super().__getattr__(name)
 
     def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor | tuple[Tensor, None]:
-        """Note the input and the arguments, and return the input as the block returns its output."""
+        """Note the input and the arguments, and return a tensor as the block returns its output."""
         named = dict(zip(self._parameter_names, positional, strict=False))
         self.states, self.arguments = hidden_states, {**named, **arguments}
-        return (hidden_states, None) if self._tuple_output else hidden_states
+        output = hidden_states if self.output is None else self.output
+        return (output, None) if self._tuple_output else output
+
+
+@contextmanager
+def _stand_ins(model: PreTrainedModel, layers: nn.ModuleList) -> Iterator[list[_StandIn]]:
+    """While the context is open, nothing but what is around the model's blocks runs."""
+    tuple_output = architecture_of(model.config).tuple_output
+    originals, stand_ins = list(layers), [_StandIn(layer, tuple_output) for layer in layers]
+    try:
+        for index, stand_in in enumerate(stand_ins):
+            layers[index] = stand_in
+        yield stand_ins
+    finally:
+        for index, original in enumerate(originals):
+            layers[index] = original
 
 
 @torch.no_grad()
@@ -197,23 +222,32 @@ def run_identity_blocks(
         batch_size: sequences a batch.
         hidden: where the hidden states go.
     """
-    tuple_output = architecture_of(model.config).tuple_output
-    originals, recorders = list(layers), [_Recorder(layer, tuple_output) for layer in layers]
     arguments: dict[int, list[dict[str, Any]]] = {}
-    try:
-        for index, recorder in enumerate(recorders):
-            layers[index] = recorder
+    with _stand_ins(model, layers) as stand_ins:
         for batch in windows.split(batch_size):
             model.base_model(input_ids=batch.to(model.device), use_cache=False)
-            states = recorders[0].states
+            states = stand_ins[0].states
             assert states is not None
             hidden.append(states)
             # Without padding the arguments depend on the shape of a batch alone.
-            arguments.setdefault(len(batch), [recorder.arguments for recorder in recorders])
-    finally:
-        for index, original in enumerate(originals):
-            layers[index] = original
+            arguments.setdefault(len(batch), [stand_in.arguments for stand_in in stand_ins])
     return Calibration(hidden, arguments)
+
+
+@torch.no_grad()
+def run_behind_blocks(model: PreTrainedModel, layers: nn.ModuleList, states: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what the model makes of hidden states behind its last block: final norm, head and all.
+
+    Args:
+        model: everything outside its blocks must hold weights; the blocks themselves are not touched.
+        layers: the model's block list.
+        states: `(rows, d_model)` each.
+    """
+    with _stand_ins(model, layers) as stand_ins:
+        for rows in states:
+            stand_ins[-1].output = rows[:, None].to(model.device, model.dtype)
+            tokens = torch.zeros(len(rows), 1, dtype=torch.long, device=model.device)
+            yield model(input_ids=tokens, use_cache=False).logits[:, -1].float()
 
 
 @torch.no_grad()
@@ -240,6 +274,18 @@ def run_block(
         if on_batch is not None:
             on_batch(hidden, output)
         yield output
+
+
+def advance(
+    block: nn.Module,
+    index: int,
+    calibration: Calibration,
+    device: torch.device,
+    on_batch: Callable[[Tensor, Tensor], None] | None = None,
+) -> None:
+    """Replace the hidden states by what a block makes of them; arguments as for `run_block`."""
+    for batch, output in enumerate(run_block(block, index, calibration, device, on_batch)):
+        calibration.hidden[batch] = output
 
 
 def _to(value: Any, device: torch.device) -> Any:

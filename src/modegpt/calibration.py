@@ -15,8 +15,6 @@ from .errors import InputError, MissingExtraError
 from .modeling_modegpt import MODEL_TYPE_PREFIX
 
 TEXT_KEYS = ("text", "content", "sentence")
-REPLACED = 0.3
-"""Share of the tokens that a coverage window has at random."""
 ALPACA_KEYS = ("instruction", "input", "output")
 
 _ALPACA_WITH_INPUT = (
@@ -251,27 +249,3 @@ _READERS: dict[str, Callable[[Path], str]] = {
     ".parquet": _read_parquet,
 }
 _FILE_KINDS = "a .txt, .jsonl, .json or .parquet file"
-
-
-def with_coverage(windows: Tensor, share: float, vocab_size: int, seed: int) -> Tensor:
-    """Return the windows and copies of some of them in which tokens are replaced by random ones.
-
-    A calibration text holds a fraction of the vocabulary, and what is removed because no token of it needed it is
-    missed on other text. Copies with strange tokens in real contexts make the moments cover the rest.
-
-    Args:
-        windows: `(samples, seq_len)` token ids.
-        share: copies to add, as a share of the windows; evenly spaced ones are copied, at least one if `share > 0`.
-        vocab_size: tokens are drawn from all of it, alike.
-        seed: of the draw.
-    """
-    if not share:
-        return windows
-    generator = torch.Generator().manual_seed(seed)
-    count = max(1, round(share * len(windows)))
-    copies = windows[torch.arange(count) * len(windows) // count].clone()
-    replaced = torch.rand(copies.shape, generator=generator) < REPLACED
-    if len(windows) > 1 and (windows[:, 0] == windows[0, 0]).all():
-        replaced[:, 0] = False  # the token that begins every window
-    copies[replaced] = torch.randint(vocab_size, (int(replaced.sum()),), generator=generator, dtype=copies.dtype)
-    return torch.cat((windows, copies))

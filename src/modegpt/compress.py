@@ -4,9 +4,10 @@ This is the only orchestrator; it reads like the paper's algorithm (Lin et al., 
 Section 3.3).
 """
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .allocation import Allocation, LayerSizes, allocate
 from .at_rest import attention_at_rest
-from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, run_block
-from .calibration import with_coverage
+from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import build, check_output, compressed_config
 from .config import CompressionConfig
 from .damage import DamageScorer
@@ -26,6 +26,7 @@ from .errors import NumericalError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
 from .models import resolve_device
+from .own_text import Writer, beginning
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
@@ -148,6 +149,8 @@ class Run:
     team: Team
     watch: Stopwatch
     progress: Progress | None
+    written: dict[tuple[float, int], Tensor] = field(default_factory=dict)
+    """Windows of the dense model's own text, by share and seed: runs that share them write them once."""
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -163,7 +166,7 @@ class Run:
 
         scores = self.scores()
         allocation = self.allocate(scores)
-        outcomes = self.compress_blocks(allocation, lambda index: None, keep)
+        outcomes = self.compress_blocks(allocation, self.coverage(), lambda index: None, keep)
         state |= self._other_tensors()
         return state, self.report(allocation, scores, outcomes)
 
@@ -183,6 +186,11 @@ class Run:
             if partial and scores is not None:
                 partial.write_scores(scores)
         allocation = self.allocate(scores)
+        coverage = self.team.agree(partial.read_coverage() if partial else None)
+        if coverage is None:
+            coverage = self.coverage()
+            if partial and coverage is not None:
+                partial.write_coverage(coverage)
         n_finished = self.team.agree(partial.finished_layers() if partial else 0)
 
         def read(index: int) -> tuple[dict[str, Tensor], BlockOutcome] | None:
@@ -195,7 +203,7 @@ class Run:
                 with self.watch.stage("write"):
                     partial.write_layer(index, tensors, outcome)
 
-        outcomes = self.compress_blocks(allocation, read, write)
+        outcomes = self.compress_blocks(allocation, coverage, read, write)
         if partial is None:
             return self.report(allocation, scores, outcomes)
         with self.watch.stage("write"):
@@ -211,12 +219,12 @@ class Run:
         scorer = self._scorer()
         if scorer is None:
             return None
-        calibration = self._embed(self.text.windows)
+        calibration = self._embed(self.team.share(self.text.windows))
         for index in range(self.source.dims.n_layers):
             with self.watch.stage("load"):
                 block = self.source.blocks.peek(index, self.device)
             with self.watch.stage("scores"), scorer.watch(block, index) as add:
-                self._advance(block, index, calibration, add)
+                advance(block, index, calibration, self.device, add)
             del block
             self._tell("scores", index + 1)
         return scorer.scores()
@@ -229,6 +237,22 @@ class Run:
         if rule == "owl":
             return OutlierScorer(source.architecture, self.config.owl_threshold, self.team)
         return DamageScorer(source, self.config, self.team, self.device) if rule == "error" else None
+
+    def coverage(self) -> Tensor | None:
+        """Let the dense model write windows to calibrate on beside the text; None where none are asked for."""
+        windows, share, seed = self.text.windows, self.config.coverage_share, self.config.seed
+        if share and (share, seed) not in self.written:
+            source, tell = self.source, functools.partial(self._tell, "coverage")
+            with self.watch.stage("coverage"):
+                writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
+                self.written[share, seed] = writer.windows(
+                    max(1, round(share * len(windows))),
+                    windows.shape[1],
+                    beginning(windows),
+                    source.config.vocab_size,
+                    seed,
+                )
+        return self.written.get((share, seed))
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
@@ -249,6 +273,7 @@ class Run:
     def compress_blocks(
         self,
         allocation: Allocation,
+        coverage: Tensor | None,
         read: Callable[[int], tuple[dict[str, Tensor], BlockOutcome] | None],
         keep: Callable[[int, dict[str, Tensor], BlockOutcome], None],
     ) -> list[BlockOutcome]:
@@ -256,13 +281,14 @@ class Run:
 
         Args:
             allocation: the ranks.
+            coverage: windows to calibrate on beside the text.
             read: gives a layer that an earlier try finished, or None.
             keep: takes the tensors of a layer that is done, by their names in the model.
         """
         config = self.config
-        windows = with_coverage(self.text.windows, config.coverage_share, self.source.config.vocab_size, config.seed)
+        windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
         feedback = config.feedback_share and self.source.architecture.plain_mlp
-        calibration = self._embed(windows, streams=2 if feedback else 1)
+        calibration = self._embed(self.team.share(windows), streams=2 if feedback else 1)
         # The dense model's own hidden states, for the solvers that correct the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
@@ -284,7 +310,7 @@ class Run:
             half = attention_at_rest(block, self.source.architecture) if halfway else nullcontext()
             if index + 1 < self.source.dims.n_layers:  # nothing reads what the last block gives
                 with self.watch.stage("forward"), half:
-                    self._advance(block, index, calibration)
+                    advance(block, index, calibration, self.device)
             del block, finished
             self._tell("compress", index + 1)
         return outcomes
@@ -302,7 +328,7 @@ class Run:
             block = blocks.take(index)
         if dense is not None:
             with self.watch.stage("forward"):
-                self._advance(block, index, dense)
+                advance(block, index, dense, self.device)
         outcome, halfway = measure_and_compress(
             block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch, dense
         )
@@ -317,7 +343,7 @@ class Run:
             block = source.blocks.blank(index, self.device)
         else:
             block = source.blocks.take(index, self.device)
-            self._advance(block, index, dense)
+            advance(block, index, dense, self.device)
         shrink_block(block, source.architecture.describe(), outcome.layer, source.config)
         own = {name.removeprefix(self._prefix(index)): tensor for name, tensor in tensors.items()}
         block.load_state_dict(own)
@@ -327,14 +353,8 @@ class Run:
         with self.watch.stage("embed"):
             limit = self.config.max_host_memory
             hidden = HiddenStates(None if limit is None else limit // streams)
-            windows = self.team.share(windows)
             fitting = max(1, TOKENS_PER_BATCH[self.device.type] // windows.shape[1])
             return self.source.blocks.embed(windows, self.config.batch_size or fitting, hidden)
-
-    def _advance(self, block: nn.Module, index: int, calibration: Calibration, on_batch: Any = None) -> None:
-        """Replace the hidden states by the block's outputs."""
-        for batch, output in enumerate(run_block(block, index, calibration, self.device, on_batch)):
-            calibration.hidden[batch] = output
 
     def _prefix(self, index: int) -> str:
         return f"{self.source.blocks.prefix}.{index}."
@@ -379,6 +399,6 @@ class Run:
             "peak_gpu_memory_bytes": peak_gpu_memory_bytes(self.device),
         }
 
-    def _tell(self, stage: str, done: int) -> None:
+    def _tell(self, stage: str, done: int, total: int | None = None) -> None:
         if self.progress is not None:
-            self.progress(stage, done, self.source.dims.n_layers)
+            self.progress(stage, done, total or self.source.dims.n_layers)

@@ -17,7 +17,7 @@ PRESETS = {
 SOLVERS = {"mlp": ("leverage", "energy", "saliency"), "qk": ("cr", "logits"), "vo": ("svd", "context")}
 """The solvers of each module."""
 COVERAGE = 0.25
-"""Share of extra calibration windows that `best` makes (`calibration.with_coverage`)."""
+"""Share of extra calibration windows that `best` makes (`own_text.py`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that take drift back."""
@@ -65,8 +65,8 @@ class CompressionConfig:
     vo_solver: str | None = None
     """`svd` or `context`."""
     coverage: float | None = None
-    """Extra calibration windows, as a share of `samples`, with tokens that the text does not hold; None for 0.25 with
-    `best` and none with `paper`."""
+    """Extra calibration windows that the dense model writes itself, as a share of `samples`; None for 0.25 with `best`
+    and none with `paper`."""
     feedback: float | None = None
     """Share of the drift from the dense model that each refit of a down projection takes back, in [0, 1]; None for
     0.5, and 0 with the MLP solver `leverage`."""

@@ -1,8 +1,8 @@
 """An unfinished checkpoint: each compressed layer is on disk as soon as it is done, and the run can go on from there.
 
-Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json`, `layers/00000.safetensors` ... (the
-tensors of a layer, its outcome in the metadata) and `model/` (the final folder in the making). Every file appears by a
-rename, and `model/` becomes `<out>` by one.
+Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json`, `coverage.json` (the windows that the
+model wrote), `layers/00000.safetensors` ... (the tensors of a layer, its outcome in the metadata) and `model/` (the
+final folder in the making). Every file appears by a rename, and `model/` becomes `<out>` by one.
 """
 
 import json
@@ -96,6 +96,15 @@ class PartialCheckpoint:
     def write_scores(self, scores: Tensor) -> None:
         """Keep the importance scores."""
         write_json({"scores": scores.tolist()}, self.folder / "scores.json")
+
+    def read_coverage(self) -> Tensor | None:
+        """Return the windows that an earlier try let the model write, if it got so far."""
+        path = self.folder / "coverage.json"
+        return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["windows"]) if path.is_file() else None
+
+    def write_coverage(self, windows: Tensor) -> None:
+        """Keep the windows that the model wrote: another machine might round to others."""
+        write_json({"windows": windows.tolist()}, self.folder / "coverage.json")
 
     def finish(
         self,

@@ -11,6 +11,7 @@ from .allocation import Allocation, score_parts
 from .compress import Progress, prepare
 from .config import CompressionConfig
 from .errors import MissingExtraError
+from .own_text import LENGTH
 from .preparation import Source, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
@@ -70,12 +71,14 @@ def estimate(
 
     Memory: one block, one MLP moment and two working copies of it in float64, the embeddings, the hidden states.
     Time: two passes over the blocks (one more for the dense model where drift is taken back, and one for a `late`
-    solver where the MLP's output is changed before it is added; elsewhere its stages are halves of a pass) and the
-    moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the float64 rate. Attention scores and disk
-    are left out, so read it as the right order, not as a promise.
+    solver where the MLP's output is changed before it is added; elsewhere its stages are halves of a pass), the passes
+    in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a
+    layer at the float64 rate. Attention scores and disk are left out, so read it as the right order, not as a promise.
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
+    # Each token that the model writes is run once for each that follows it in its continuation.
+    n_written = (n_tokens - config.samples * config.seq_len) * (LENGTH - 1) / 2
     plain = source.architecture.plain_mlp
     streams = 2 if config.feedback_share and plain else 1
     n_passes = 1 + streams + (solver_of("mlp", config).late and not plain)
@@ -86,7 +89,8 @@ def estimate(
     memory = block * dtype.itemsize + 3 * 8 * dims.d_int**2
     passes = sum(n_passes * 2 * size.total for size in sizes) + dims.n_layers * 2 * dims.d_int**2
     fast, exact = _rate(dtype, device), _rate(torch.float64, device)
-    seconds = n_tokens * passes / fast + dims.n_layers * 3 * dims.d_int**3 / exact
+    writing = n_written * sum(2 * size.total for size in sizes)
+    seconds = (n_tokens * passes + writing) / fast + dims.n_layers * 3 * dims.d_int**3 / exact
     return {
         "device_bytes": max(memory, outside * dtype.itemsize),
         "host_bytes": states,

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .architectures import architecture_of
-from .blocks import Calibration, check_weights, layers_prefix, required_tensors, run_identity_blocks
+from .blocks import Calibration, check_weights, layers_prefix, required_tensors, run_behind_blocks, run_identity_blocks
 from .errors import InputError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
@@ -103,26 +104,41 @@ class ShardBlocks:
     def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`. Embeddings and norms are in memory during this call only."""
         model = copy.deepcopy(self.model)
-        base, layers = model.base_model, decoder_layers(model, {"layers": self._layers_in_base()})
+        self._load_outside(model, model.base_model)
+        return run_identity_blocks(model, self._layers_of(model), windows, batch_size, hidden)
+
+    def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
+        """See `BlockSource.logits`. Embeddings, norms and the head are in memory during this call only."""
+        model = copy.deepcopy(self.model)
+        self._load_outside(model, model)
+        yield from run_behind_blocks(model, self._layers_of(model), states)
+
+    def _layers_of(self, model: PreTrainedModel) -> nn.ModuleList:
+        return decoder_layers(model, {"layers": layers_prefix(self.model.base_model, self.layers)})
+
+    def _load_outside(self, model: PreTrainedModel, part: nn.Module) -> None:
+        """Give every module of a part of the model its tensors, but for those inside the blocks."""
         names = {id(module): name for name, module in model.named_modules()}
-        for module in base.modules():
+        tied = set(model.state_dict()).difference(required_tensors(model))
+        for module in part.modules():
             name = names[id(module)]
-            if not name.startswith(self.prefix) and (module._parameters or module._buffers):
-                self._load_own(model, module, name)
-        return run_identity_blocks(model, layers, windows, batch_size, hidden)
+            if name.startswith(self.prefix):
+                continue
+            own = [
+                key for key, value in module._parameters.items() if value is not None and f"{name}.{key}" not in tied
+            ]
+            if own or module._buffers:
+                self._load_own(model, module, name, own)
+        model.tie_weights()
 
-    def _layers_in_base(self) -> str:
-        return layers_prefix(self.model.base_model, self.layers)
-
-    def _load_own(self, model: PreTrainedModel, module: nn.Module, name: str) -> None:
+    def _load_own(self, model: PreTrainedModel, module: nn.Module, name: str, keys: list[str]) -> None:
         """Give one module outside the blocks its own tensors; buffers that no file holds are computed anew."""
         module.to_empty(device=self.device, recurse=False)
         if module._buffers:
             model._init_weights(module)
-        for key, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                tensor = self._read(f"{name}.{key}").to(self.device, self.dtype)
-                module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
+        for key in keys:
+            tensor = self._read(f"{name}.{key}").to(self.device, self.dtype)
+            module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
 
     def _load(self, module: nn.Module, prefix: str, device: torch.device) -> None:
         for name, parameter in list(module.named_parameters()):

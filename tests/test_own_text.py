@@ -1,0 +1,115 @@
+"""Coverage windows: the model writes them itself, and every source of blocks lets it write the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.families import FAMILIES, Family
+from modegpt import CompressionConfig, NumericalError
+from modegpt.compress import Run, compress_to_folder, prepare
+from modegpt.own_text import LENGTH, beginning, sample
+
+CPU = torch.device("cpu")
+
+
+def calibration(vocab: int = 101) -> Tensor:
+    return torch.randint(vocab, (6, 10), generator=torch.Generator().manual_seed(1))
+
+
+def run_of(model: object, **settings: object) -> Run:
+    return prepare(model, calibration(), CompressionConfig(device="cpu", **settings), None, None)  # type: ignore[arg-type]
+
+
+def written(model: object, **settings: object) -> Tensor:
+    windows = run_of(model, **settings).coverage()
+    assert windows is not None
+    return windows
+
+
+def expected(dense: torch.nn.Module, count: int, seed: int, start: int | None = None) -> Tensor:
+    """The definition: continuations sampled from the model's own forward, by the same uniform numbers."""
+    own = 10 - (start is not None)
+    generator = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(-(-count * own // LENGTH), LENGTH, generator=generator, dtype=torch.float64)
+    tokens = (uniforms[:, :1] * dense.config.vocab_size).long()  # type: ignore[union-attr, operator]
+    for step in range(1, LENGTH):
+        inputs = tokens if start is None else torch.cat((torch.full_like(tokens[:, :1], start), tokens), dim=1)
+        with torch.no_grad():
+            chances = dense(inputs).logits[:, -1].double().softmax(-1)
+        tokens = torch.cat((tokens, (chances.cumsum(-1) <= uniforms[:, step, None]).sum(-1, keepdim=True)), dim=1)
+    return tokens.flatten()[: count * own].view(count, own)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_text_is_sampled_from_the_model_in_memory_and_from_shards(family: Family, tmp_path: Path):
+    dense = family.dense()
+    windows = written(dense, coverage=0.5)
+    assert torch.equal(windows, expected(dense, 3, seed=0))
+    dense.save_pretrained(tmp_path / "dense", max_shard_size="20KB")
+    assert torch.equal(written(str(tmp_path / "dense"), coverage=0.5), windows)
+
+
+def test_continuations_begin_where_all_windows_begin():
+    dense = FAMILIES[0].dense()
+    begun = torch.cat((torch.full((6, 1), 7), calibration()[:, 1:]), dim=1)
+    windows = prepare(dense, begun, CompressionConfig(device="cpu", coverage=0.5), None, None).coverage()
+    assert windows is not None
+    assert (windows[:, 0] == 7).all()
+    assert torch.equal(windows[:, 1:], expected(dense, 3, seed=0, start=7))
+    assert beginning(begun[:1]) is None  # one window tells nothing
+    assert beginning(calibration()) is None
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.001, 1), (0.25, 2), (1.0, 6)])
+def test_the_share_says_how_many_windows(share: float, count: int):
+    assert written(FAMILIES[0].dense(), coverage=share).shape == (count, 10)
+    assert run_of(FAMILIES[0].dense(), coverage=0.0).coverage() is None
+
+
+def test_the_seed_decides_and_the_global_state_is_left_alone():
+    dense, state = FAMILIES[0].dense(), torch.get_rng_state()
+    first, again, other = (written(dense, coverage=1.0, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_batches_decide_nothing():
+    dense = FAMILIES[0].dense()
+    assert torch.equal(written(dense, coverage=1.0, batch_size=3), written(dense, coverage=1.0))
+
+
+def test_sampling_gives_each_token_its_probability():
+    chances = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125, 0.0])
+    logits = chances.clamp_min(1e-45).log().where(chances > 0, torch.tensor(-1e4))
+    uniforms = torch.arange(1000, dtype=torch.float64) / 1000  # 0 is in it: token 1 must not come before token 0
+    drawn = sample(logits.expand(1000, -1), uniforms)
+    # Softmax in float32 moves each boundary by 1e-7 at most, on which at most one of the numbers lies.
+    torch.testing.assert_close(drawn.bincount(minlength=6) / 1000, chances, rtol=0, atol=0.001)
+    assert sample(logits[None], torch.tensor([1 - 2**-53], dtype=torch.float64)).item() == 4
+    with pytest.raises(NumericalError, match="NaN or infinity as logits"):
+        sample(logits[None] / 0, torch.zeros(1, dtype=torch.float64))
+
+
+def test_a_resumed_run_takes_the_windows_that_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    dense, out = FAMILIES[0].dense(), tmp_path / "out"
+    dense.save_pretrained(tmp_path / "dense")
+
+    class StopError(Exception):
+        """Ends the run from outside."""
+
+    def stop_at(stage: str, done: int, total: int) -> None:
+        if (stage, done) == ("compress", 1):
+            raise StopError
+
+    settings = CompressionConfig(sparsity=0.3, device="cpu")
+    with pytest.raises(StopError):
+        compress_to_folder(str(tmp_path / "dense"), calibration(), out, settings, progress=stop_at)
+    kept = tmp_path / "out.partial" / "coverage.json"
+    assert torch.equal(torch.tensor(json.loads(kept.read_text())["windows"]), written(dense))
+    monkeypatch.setattr(Run, "coverage", lambda run: pytest.fail("the windows are there"))
+    compress_to_folder(str(tmp_path / "dense"), calibration(), out, settings, resume=True)
+    assert (out / "model.safetensors").is_file()
