@@ -436,7 +436,7 @@ def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path:
     assert 350 < dense["perplexity"] < 500
     assert 350 < compressed["perplexity"] < 500
     assert dense["evaluated_tokens"] == compressed["evaluated_tokens"] == 12 * 511
-    assert set(stages) == {"compress", "evaluate", "timing"}
+    assert set(stages) == {"coverage", "compress", "evaluate", "timing"}
     console = Console(width=100, record=True, file=io.StringIO())
     for part in tables(result):
         console.print(part)
