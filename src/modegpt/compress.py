@@ -29,6 +29,7 @@ from .models import resolve_device
 from .own_text import Writer, beginning
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import Source, Text, layer_sizes, open_source, open_text, output_dtype, run_fingerprint
+from .replaced_text import replace_tokens
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import measure_and_compress
@@ -149,8 +150,8 @@ class Run:
     team: Team
     watch: Stopwatch
     progress: Progress | None
-    written: dict[tuple[float, int], Tensor] = field(default_factory=dict)
-    """Windows of the dense model's own text, by share and seed: runs that share them write them once."""
+    made: dict[tuple[float, int], Tensor] = field(default_factory=dict)
+    """Coverage windows by share and seed: the runs of a sweep make them once."""
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -239,20 +240,21 @@ class Run:
         return DamageScorer(source, self.config, self.team, self.device) if rule == "error" else None
 
     def coverage(self) -> Tensor | None:
-        """Let the dense model write windows to calibrate on beside the text; None where none are asked for."""
+        """Return windows to calibrate on beside the text, or None where none are asked for.
+
+        Half of them the dense model writes; the others are copies of windows with strange tokens.
+        """
         windows, share, seed = self.text.windows, self.config.coverage_share, self.config.seed
-        if share and (share, seed) not in self.written:
+        if share and (share, seed) not in self.made:
             source, tell = self.source, functools.partial(self._tell, "coverage")
+            count, start = max(1, round(share * len(windows))), beginning(windows)
             with self.watch.stage("coverage"):
                 writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
-                self.written[share, seed] = writer.windows(
-                    max(1, round(share * len(windows))),
-                    windows.shape[1],
-                    beginning(windows),
-                    source.config.vocab_size,
-                    seed,
-                )
-        return self.written.get((share, seed))
+                vocab_size = source.config.vocab_size
+                written = writer.windows(count - count // 2, windows.shape[1], start, vocab_size, seed)
+                replaced = replace_tokens(windows, count // 2, start, vocab_size, seed)
+            self.made[share, seed] = torch.cat((replaced, written))
+        return self.made.get((share, seed))
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""

@@ -16,8 +16,8 @@ PRESETS = {
 """What each value of `solver` stands for, by module."""
 SOLVERS = {"mlp": ("leverage", "energy", "saliency"), "qk": ("cr", "logits"), "vo": ("svd", "context")}
 """The solvers of each module."""
-COVERAGE = 0.125
-"""Share of extra calibration windows that `best` makes (`own_text.py`)."""
+COVERAGE = 0.25
+"""Share of extra calibration windows that `best` makes (`own_text.py`, `replaced_text.py`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that take drift back."""
@@ -65,8 +65,8 @@ class CompressionConfig:
     vo_solver: str | None = None
     """`svd` or `context`."""
     coverage: float | None = None
-    """Extra calibration windows that the dense model writes itself, as a share of `samples`; None for 0.125 with `best`
-    and none with `paper`."""
+    """Extra calibration windows as a share of `samples`, half with replaced tokens and half written by the model; None
+    for 0.25 with `best` and none with `paper`."""
     feedback: float | None = None
     """Share of the drift from the dense model that each refit of a down projection takes back, in [0, 1]; None for
     0.5, and 0 with the MLP solver `leverage`."""
@@ -114,7 +114,7 @@ class CompressionConfig:
             if (chosen := getattr(self, f"{module}_solver")) is not None:
                 check_choice(f"{module}_solver", chosen, solvers)
         if self.coverage is not None and not 0 <= self.coverage <= 1:
-            raise InputError(f"coverage {self.coverage} is outside [0, 1]: give a share such as 0.125, or 0 for none")
+            raise InputError(f"coverage {self.coverage} is outside [0, 1]: give a share such as 0.25, or 0 for none")
         if self.feedback is not None and not 0 <= self.feedback <= 1:
             raise InputError(f"feedback {self.feedback} is outside [0, 1]: give a share such as 0.5, or 0 for none")
         if self.feedback and self.solver_of("mlp") not in FEEDING:

@@ -10,7 +10,7 @@ from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
 
-LENGTH = 8
+LENGTH = 4
 """Tokens of a continuation, the random one included; others cost more or lose more (docs/log.md)."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once: some 100 MB each time they are copied."""
@@ -19,7 +19,7 @@ ROWS = 256
 class Writer:
     """Lets the dense model write.
 
-    Every step runs the whole model over all that is written so far. A cache would save three tokens of four at this
+    Every step runs the whole model over all that is written so far. A cache would save half of the tokens at this
     length, and would have to be held for all continuations at once, for a model that may not fit in memory itself.
 
     Args:

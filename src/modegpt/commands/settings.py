@@ -29,7 +29,7 @@ HELP = {
     "mlp_solver": "Instead of the solver's: leverage, energy or saliency.",
     "qk_solver": "Instead of the solver's: cr or logits.",
     "vo_solver": "Instead of the solver's: svd or context.",
-    "coverage": "Extra windows that the model writes; 0.125 of samples with best.",
+    "coverage": "Extra windows beside the text; 0.25 of samples with best.",
     "feedback": "Share of the drift that refits take back; 0.5 with best.",
     "ridge": "Lambda of the leverage scores.",
     "dtype": f"Of the written weights: {', '.join(DTYPES)}.",
