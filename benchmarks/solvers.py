@@ -25,9 +25,10 @@ import torch
 import modegpt
 from common import compressed, default_model, finished, parser, save, wikitext
 from modegpt.calibration import draw_windows, load_text, tokenize
-from modegpt.compress import Run, prepare
+from modegpt.compress import prepare
 from modegpt.models import open_model, open_tokenizer
 from modegpt.planning import make_plan
+from modegpt.run import Run
 
 SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 48
 

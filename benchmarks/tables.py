@@ -75,6 +75,22 @@ def solvers() -> str:
     """Return the section on the best solvers against the paper's."""
     if (data := load("solvers.json")) is None:
         return ""
+    return f"**The best solvers against the paper's.** {_solver_table(data)}"
+
+
+def other_text() -> str:
+    """Return the section on the same, calibrated on another text."""
+    if (data := load("solvers_instruct.json")) is None:
+        return ""
+    seconds = {row["method"]: row["seconds"]["total"] for row in data["rows"] if "seconds" in row}
+    return (
+        f"**The same, calibrated on another text.** {_solver_table(data)}\n\n"
+        f"In this run compressing took {seconds['best'] / seconds['paper']:.2f} times as long with `best` as with "
+        f"`paper`, {seconds['best']:.0f} s on one thread."
+    )
+
+
+def _solver_table(data: dict[str, Any]) -> str:
     about, dense = data["protocol"], data["rows"][0]["perplexity"]
     sparsities = sorted({row["sparsity"] for row in data["rows"][1:]})
     lines: dict[tuple[str, str], dict[float, str]] = {}
@@ -88,7 +104,7 @@ def solvers() -> str:
     rows = [[*names, *(cells.get(sparsity, "") for sparsity in sparsities)] for names, cells in sorted(lines.items())]
     header = ["compressed by", "allocation", *(f"{sparsity:.0%}" for sparsity in sparsities)]
     return (
-        f"**The best solvers against the paper's.** {about['dtype']}, calibrated on {about['calibration']};\n"
+        f"{about['dtype']}, calibrated on {about['calibration']};\n"
         f"perplexity on {about['test']} (dense {dense:.1f}), and the rise of its logarithm\n"
         "(`benchmarks/solvers.py`).\n\n" + table(header, rows)
     )
@@ -208,6 +224,7 @@ def figures() -> str:
     sections = (
         faithful(),
         solvers(),
+        other_text(),
         allocation(),
         gemma3(),
         zero_shot(),

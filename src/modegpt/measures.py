@@ -8,10 +8,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from .calibration import check_source
-from .compress import Progress
 from .errors import InputError
 from .local_tasks import is_local
 from .measuring import common_window, measure_texts, open_texts
+from .run import Progress
 from .zero_shot import evaluate_tasks, open_tasks
 
 

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from .calibration import begin_windows, check_source, load_text, start_token, tokenize
-from .compress import Progress
 from .errors import InputError
 from .evaluate import check_window, perplexity
 from .models import open_config, open_model, open_tokenizer, resolve_device
 from .report import protocol
+from .run import Progress
 
 DEFAULT_WINDOW = 2048
 

@@ -8,13 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from .allocation import Allocation, score_parts
-from .compress import Progress, prepare
+from .compress import prepare
 from .config import CompressionConfig
 from .errors import MissingExtraError
 from .own_text import LENGTH
 from .preparation import Source, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
+from .run import Progress
 from .surgery import solver_of
 
 NEEDS_TEXT = ("influence", "influence-blocks", "owl", "error")

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from . import plots
 from .benchmark import BenchSettings, benchmark, check_settings
 from .checkpoint import REPORT_NAME, write_json
-from .compress import Progress, Run, prepare
+from .compress import prepare
 from .config import DTYPES, CompressionConfig
 from .errors import InputError
 from .inspection import describe
@@ -31,6 +31,7 @@ from .models import open_config, open_model, resolve_device
 from .partial import PartialCheckpoint, check_fingerprint, finished_report
 from .preparation import Text, open_text, run_fingerprint
 from .report import Stopwatch, machine, protocol
+from .run import Progress, Run
 from .sweep_plots import draw
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)

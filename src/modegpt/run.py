@@ -1,0 +1,304 @@
+"""The run: blocks in order, each decomposed on what the blocks before it, already compressed, produce.
+
+This is the only orchestrator; it reads like the paper's algorithm (Lin et al., ICLR 2025, Algorithms 1 to 3 and
+Section 3.3).
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .allocation import Allocation, LayerSizes, allocate
+from .at_rest import attention_at_rest
+from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
+from .checkpoint import compressed_config
+from .config import CompressionConfig
+from .damage import DamageScorer
+from .distributed import Team
+from .errors import NumericalError
+from .hidden_states import HiddenStates
+from .modeling_modegpt import shrink_block
+from .own_text import Writer, beginning
+from .partial import PartialCheckpoint
+from .preparation import Source, Text, output_dtype
+from .replaced_text import replace_tokens
+from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
+from .scoring import InfluenceScorer, OutlierScorer, Scorer
+from .staged import measure_and_compress
+from .surgery import BlockOutcome, rounded_tensors
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it."""
+
+
+@dataclass
+class Run:
+    """One run: what every pass over the blocks needs."""
+
+    source: Source
+    text: Text
+    config: CompressionConfig
+    sizes: list[LayerSizes]
+    device: torch.device
+    team: Team
+    watch: Stopwatch
+    progress: Progress | None
+    made: dict[tuple[float, int], Tensor] = field(default_factory=dict)
+    """Coverage windows by share and seed: the runs of a sweep make them once."""
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the written weights."""
+        return output_dtype(self.config, self.source)
+
+    def in_memory(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Run, and return all tensors of the compressed model and the report."""
+        state: dict[str, Tensor] = {}
+
+        def keep(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
+            state.update(tensors)
+
+        scores = self.scores()
+        allocation = self.allocate(scores)
+        outcomes = self.compress_blocks(allocation, self.coverage(), lambda index: None, keep)
+        state |= self._other_tensors()
+        return state, self.report(allocation, scores, outcomes)
+
+    def to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
+        """Run, writing each layer as it is done, and return the report. Only the main process has a `partial`."""
+        try:
+            return self._to_folder(partial)
+        except NumericalError:
+            if partial is not None:
+                partial.discard()
+            raise
+
+    def _to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
+        scores = self.team.agree(partial.read_scores() if partial else None)
+        if scores is None:
+            scores = self.scores()
+            if partial and scores is not None:
+                partial.write_scores(scores)
+        allocation = self.allocate(scores)
+        coverage = self.team.agree(partial.read_coverage() if partial else None)
+        if coverage is None:
+            coverage = self.coverage()
+            if partial and coverage is not None:
+                partial.write_coverage(coverage)
+        n_finished = self.team.agree(partial.finished_layers() if partial else 0)
+
+        def read(index: int) -> tuple[dict[str, Tensor], BlockOutcome] | None:
+            if index >= n_finished:
+                return None
+            return self.team.agree(partial.read_layer(index) if partial else None)
+
+        def write(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
+            if partial is not None:
+                with self.watch.stage("write"):
+                    partial.write_layer(index, tensors, outcome)
+
+        outcomes = self.compress_blocks(allocation, coverage, read, write)
+        if partial is None:
+            return self.report(allocation, scores, outcomes)
+        with self.watch.stage("write"):
+            other = self._other_tensors()
+        report = self.report(allocation, scores, outcomes)
+        config = self.compressed_config([outcome.layer for outcome in outcomes])
+        report["fingerprint"] = partial.fingerprint
+        partial.finish(other, len(outcomes), config, self.source.generation_config, self.text.tokenizer, report)
+        return report
+
+    def scores(self) -> Tensor | None:
+        """Scores of the dense blocks for the allocation rule, from one pass; None for a rule that needs none."""
+        scorer = self._scorer()
+        if scorer is None:
+            return None
+        calibration = self._embed(self.team.share(self.text.windows))
+        for index in range(self.source.dims.n_layers):
+            with self.watch.stage("load"):
+                block = self.source.blocks.peek(index, self.device)
+            with self.watch.stage("scores"), scorer.watch(block, index) as add:
+                advance(block, index, calibration, self.device, add)
+            del block
+            self._tell("scores", index + 1)
+        return scorer.scores()
+
+    def _scorer(self) -> Scorer | None:
+        """Return what scores blocks for the allocation rule; None for a rule that needs no scores."""
+        rule, source = self.config.allocation, self.source
+        if rule in ("influence", "influence-blocks"):
+            return InfluenceScorer(source.dims.n_layers, source.architecture, rule == "influence-blocks", self.team)
+        if rule == "owl":
+            return OutlierScorer(source.architecture, self.config.owl_threshold, self.team)
+        return DamageScorer(source, self.config, self.team, self.device) if rule == "error" else None
+
+    def coverage(self) -> Tensor | None:
+        """Return windows to calibrate on beside the text, or None where none are asked for.
+
+        Half of them the dense model writes; the others are copies of windows with strange tokens.
+        """
+        windows, share, seed = self.text.windows, self.config.coverage_share, self.config.seed
+        if share and (share, seed) not in self.made:
+            source, tell = self.source, functools.partial(self._tell, "coverage")
+            count, start = max(1, round(share * len(windows))), beginning(windows)
+            with self.watch.stage("coverage"):
+                writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
+                vocab_size = source.config.vocab_size
+                written = writer.windows(count - count // 2, windows.shape[1], start, vocab_size, seed)
+                replaced = replace_tokens(windows, count // 2, start, vocab_size, seed)
+            self.made[share, seed] = torch.cat((replaced, written))
+        return self.made.get((share, seed))
+
+    def allocate(self, scores: Tensor | None) -> Allocation:
+        """Turn scores into ranks under the budget."""
+        config = self.config
+        return allocate(
+            config.allocation,
+            self.sizes,
+            config.sparsity,
+            config.modules,
+            scores=scores,
+            temperature=config.temperature,
+            max_sparsity=config.max_sparsity,
+            round_to=config.round_to,
+            owl_lambda=config.owl_lambda,
+            plan=config.plan,
+        )
+
+    def compress_blocks(
+        self,
+        allocation: Allocation,
+        coverage: Tensor | None,
+        read: Callable[[int], tuple[dict[str, Tensor], BlockOutcome] | None],
+        keep: Callable[[int, dict[str, Tensor], BlockOutcome], None],
+    ) -> list[BlockOutcome]:
+        """Compress every block in order and return what was done to each.
+
+        Args:
+            allocation: the ranks.
+            coverage: windows to calibrate on beside the text.
+            read: gives a layer that an earlier try finished, or None.
+            keep: takes the tensors of a layer that is done, by their names in the model.
+        """
+        config = self.config
+        windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
+        feedback = config.feedback_share and self.source.architecture.plain_mlp
+        calibration = self._embed(self.team.share(windows), streams=2 if feedback else 1)
+        # The dense model's own hidden states, for the solvers that correct the drift from them.
+        dense = calibration.copy() if feedback else None
+        blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
+        outcomes: list[BlockOutcome] = []
+        for index in range(self.source.dims.n_layers):
+            if (finished := read(index)) is not None:
+                tensors, outcome = finished
+                block = self._restore(index, tensors, outcome, dense)
+                halfway = False
+                del tensors
+            else:
+                block, outcome, halfway = self._compress_block(
+                    blocks, index, calibration, dense, allocation.ranks[index]
+                )
+                named = rounded_tensors(block, self.out_dtype).items()
+                keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
+                del named
+            outcomes.append(outcome)
+            half = attention_at_rest(block, self.source.architecture) if halfway else nullcontext()
+            if index + 1 < self.source.dims.n_layers:  # nothing reads what the last block gives
+                with self.watch.stage("forward"), half:
+                    advance(block, index, calibration, self.device)
+            del block, finished
+            self._tell("compress", index + 1)
+        return outcomes
+
+    def _compress_block(
+        self,
+        blocks: PrefetchedBlocks,
+        index: int,
+        calibration: Calibration,
+        dense: Calibration | None,
+        ranks: dict[str, int],
+    ) -> tuple[nn.Module, BlockOutcome, bool]:
+        source = self.source
+        with self.watch.stage("load"):
+            block = blocks.take(index)
+        if dense is not None:
+            with self.watch.stage("forward"):
+                advance(block, index, dense, self.device)
+        outcome, halfway = measure_and_compress(
+            block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch, dense
+        )
+        return block, outcome, halfway
+
+    def _restore(
+        self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome, dense: Calibration | None
+    ) -> nn.Module:
+        """Rebuild a finished block from its tensors."""
+        source = self.source
+        if dense is None:
+            block = source.blocks.blank(index, self.device)
+        else:
+            block = source.blocks.take(index, self.device)
+            advance(block, index, dense, self.device)
+        shrink_block(block, source.architecture.describe(), outcome.layer, source.config)
+        own = {name.removeprefix(self._prefix(index)): tensor for name, tensor in tensors.items()}
+        block.load_state_dict(own)
+        return block
+
+    def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
+        with self.watch.stage("embed"):
+            limit = self.config.max_host_memory
+            hidden = HiddenStates(None if limit is None else limit // streams)
+            fitting = max(1, TOKENS_PER_BATCH[self.device.type] // windows.shape[1])
+            return self.source.blocks.embed(windows, self.config.batch_size or fitting, hidden)
+
+    def _prefix(self, index: int) -> str:
+        return f"{self.source.blocks.prefix}.{index}."
+
+    def _other_tensors(self) -> dict[str, Tensor]:
+        other = self.source.blocks.other_tensors()
+        return {
+            name: tensor.to(self.out_dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+            for name, tensor in other.items()
+        }
+
+    def compressed_config(self, layers: list[dict[str, int]]) -> Any:
+        """Return the config of the result."""
+        config = compressed_config(self.source.config, self.source.architecture, layers)
+        config.dtype = self.out_dtype
+        return config
+
+    def report(self, allocation: Allocation, scores: Tensor | None, outcomes: list[BlockOutcome]) -> dict[str, Any]:
+        """Return the run's report; its keys are documented in docs/json-output.md."""
+        config, source = self.config, self.source
+        n_parameters = sum(parameter.numel() for parameter in source.blocks.model.parameters())
+        return {
+            "model": source.name,
+            "architecture": source.architecture.model_type,
+            "calibration": self.text.about,
+            "config": config.as_dict(),
+            **budget(self.sizes, allocation.ranks, n_parameters, config.sparsity),
+            "allocation": {
+                "rule": config.allocation,
+                "temperature": allocation.temperature,
+                "scores": None if scores is None else scores.tolist(),
+            },
+            "layers": [
+                {"sparsity": sparsity, "ranks": ranks, "error": outcome.error, "shape": outcome.layer}
+                for sparsity, ranks, outcome in zip(allocation.sparsities, allocation.ranks, outcomes, strict=True)
+            ],
+            "warnings": source.notes + allocation.warnings + [note for o in outcomes for note in o.repairs],
+            **protocol(),
+            "processes": self.team.size,
+            "seconds": self.watch.seconds(),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "peak_gpu_memory_bytes": peak_gpu_memory_bytes(self.device),
+        }
+
+    def _tell(self, stage: str, done: int, total: int | None = None) -> None:
+        if self.progress is not None:
+            self.progress(stage, done, total or self.source.dims.n_layers)
