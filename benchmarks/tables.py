@@ -43,9 +43,10 @@ def lean() -> str:
     if (data := load("lean.json")) is None:
         return ""
     spread = f"{min(data['ratios']):.2f} to {max(data['ratios']):.2f}"
+    about = data["protocol"]
     return (
-        f"**What compressing costs.** {data['ratio_median']:.1f} times one plain forward pass over the same "
-        f"{data['protocol']['tokens']} tokens, in one\nprocess ({spread} over {len(data['ratios'])} repeats, "
+        f"**What compressing costs.** With `{about['solver']}` {data['ratio_median']:.1f} times one plain forward pass "
+        f"over the same {about['tokens']} tokens,\nin one process ({spread} over {len(data['ratios'])} repeats, "
         "`benchmarks/lean.py`). The paper reports 4 h 09 m for Llama-2 7B on one A100."
     )
 
