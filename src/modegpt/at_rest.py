@@ -1,6 +1,6 @@
 """Passes that compute part of a block: while modules of it are at rest, they give zeros at no cost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,13 +23,8 @@ def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
         # Memory of its own: some blocks add to what they get in place.
         return lambda x: x.new_zeros(*x.shape[:-1], width)
 
-    for module in modules:
-        module.forward = zeros(module.nf if hasattr(module, "nf") else module.out_features)
-    try:
+    with _forwards({module: zeros(module.nf if hasattr(module, "nf") else module.out_features) for module in modules}):
         yield
-    finally:
-        for module in modules:
-            del module.forward
 
 
 @contextmanager
@@ -39,14 +34,22 @@ def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[
     Given the residual stream behind its attention, a block that adds its modules' outputs to the stream as they are
     (`Architecture.plain_mlp`, not `parallel`) then gives what the whole block gives.
     """
-    attention: Any = block.get_submodule(architecture.attention)
 
     def forward(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:
         x = inputs[0] if inputs else named["hidden_states"]
         return x.new_zeros(()).expand_as(x), None
 
-    attention.forward = forward
+    with _forwards({block.get_submodule(architecture.attention): forward}):
+        yield
+
+
+@contextmanager
+def _forwards(instead: dict[Any, Callable[..., Any]]) -> Iterator[None]:
+    """While the context is open, modules compute with other functions than their own `forward`."""
+    for module, forward in instead.items():
+        module.forward = forward
     try:
         yield
     finally:
-        del attention.forward
+        for module in instead:
+            del module.forward

@@ -3,10 +3,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import ERROR_FLOOR, GAUSSIAN_TOLERANCE, ROUNDING, normal, properties, seeds, states
+from selections import assert_highest_are_kept_and_refitted
 
 from modegpt.decompose import NotPositiveDefiniteError
 from modegpt.decompose.energy import energy, energy_scores, take_back
-from modegpt.decompose.nystrom import nystrom, refit
+from modegpt.decompose.nystrom import nystrom
 
 D_INT, D_MODEL = 8, 5
 ranks = st.integers(1, D_INT)
@@ -32,13 +33,7 @@ def test_keeps_the_largest_scores_and_refits_to_them(seed, rank, ridge):
     _, moment, down = problem(seed)
     result = energy(moment, down, rank, ridge)
     scores = energy_scores(moment, down)
-    dropped = torch.tensor([i not in result.kept for i in range(D_INT)])
-    assert result.kept.tolist() == sorted(set(result.kept.tolist()))
-    assert len(result.kept) == rank
-    assert rank == D_INT or bool((scores[result.kept].min() >= scores[dropped]).all())
-    weight, error, deficiency = refit(moment, down, result.kept, ridge)
-    assert torch.equal(result.weight, weight)
-    assert (result.error, result.jitter, result.deficiency) == (error, 0, deficiency)
+    assert_highest_are_kept_and_refitted(result, scores, moment, down, rank, ridge)
 
 
 @properties

@@ -3,10 +3,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles import ERROR_FLOOR, GAUSSIAN_TOLERANCE, ROUNDING, normal, properties, seeds, states
+from selections import assert_highest_are_kept_and_refitted
 
 from modegpt.decompose import NotPositiveDefiniteError
 from modegpt.decompose.energy import energy, energy_scores
-from modegpt.decompose.nystrom import refit, ridge_leverage_scores
+from modegpt.decompose.nystrom import ridge_leverage_scores
 from modegpt.decompose.saliency import saliencies, saliency
 
 D_INT, D_MODEL = 8, 5
@@ -55,13 +56,7 @@ def test_between_energy_and_leverage(seed):
 def test_keeps_the_largest_and_refits_to_them(seed, rank, ridge):
     z, moment, down = problem(seed)
     result, scores = saliency(moment, down, rank, ridge, ridge), saliencies(moment, down, ridge)
-    dropped = torch.tensor([i not in result.kept for i in range(D_INT)])
-    assert result.kept.tolist() == sorted(set(result.kept.tolist()))
-    assert len(result.kept) == rank
-    assert rank == D_INT or bool((scores[result.kept].min() >= scores[dropped]).all())
-    weight, error, deficiency = refit(moment, down, result.kept, ridge)
-    assert torch.equal(result.weight, weight)
-    assert (result.error, result.jitter, result.deficiency) == (error, 0, deficiency)
+    assert_highest_are_kept_and_refitted(result, scores, moment, down, rank, ridge)
     lost = z @ down.T - z[:, result.kept] @ result.weight.T
     assert result.error == pytest.approx((lost.norm() / (z @ down.T).norm()).item(), rel=1e-9, abs=ERROR_FLOOR)
 

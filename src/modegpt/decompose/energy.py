@@ -4,11 +4,10 @@ The paper's leverage score (`nystrom.py`) asks how well the other neurons predic
 what the down projection makes of it. `C_ii ‖W_D[:,i]‖²` is the energy of what the neuron adds to the residual stream.
 """
 
-import torch
 from torch import Tensor
 
 from . import psd
-from .nystrom import NystromResult, refit
+from .nystrom import NystromResult, keep_highest
 
 
 def energy_scores(moment: Tensor, down: Tensor) -> Tensor:
@@ -39,9 +38,7 @@ def energy(moment: Tensor, down: Tensor, rank: int, ridge: float = 0.0) -> Nystr
     """
     psd.require_finite(down, "the down projection")
     psd.require_finite(moment, "the moment of the MLP")
-    kept = torch.argsort(energy_scores(moment, down), descending=True, stable=True)[:rank].sort().values
-    weight, error, deficiency = refit(moment, down, kept, ridge)
-    return NystromResult(kept, weight, error, 0.0, deficiency)
+    return keep_highest(moment, down, energy_scores(moment, down), rank, ridge)
 
 
 def take_back(moment: Tensor, drift: Tensor, kept: Tensor, ridge: float) -> Tensor:

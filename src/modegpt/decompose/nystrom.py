@@ -107,9 +107,14 @@ def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> Nyst
     """
     psd.require_finite(down, "the down projection")
     complement, jitter = inverse_diagonal(moment, ridge)
-    kept = complement.argsort(stable=True)[:rank].sort().values
-    weight, error, deficiency = refit(moment, down, kept)
-    return NystromResult(kept, weight, error, jitter, deficiency)
+    return keep_highest(moment, down, -complement, rank)._replace(jitter=jitter)
+
+
+def keep_highest(moment: Tensor, down: Tensor, scores: Tensor, rank: int, ridge: float = 0.0) -> NystromResult:
+    """Keep the `rank` neurons of the highest of `(d_int,)` scores, ties by the lower index, and `refit` to them."""
+    kept = scores.argsort(descending=True, stable=True)[:rank].sort().values
+    weight, error, deficiency = refit(moment, down, kept, ridge)
+    return NystromResult(kept, weight, error, 0.0, deficiency)
 
 
 def _energy(moment: Tensor, weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import psd
-from .nystrom import NystromResult, refit
+from .nystrom import NystromResult, keep_highest
 
 
 def saliencies(moment: Tensor, down: Tensor, ridge: float) -> Tensor:
@@ -47,6 +47,4 @@ def saliency(moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge:
     """
     psd.require_finite(down, "the down projection")
     psd.require_finite(moment, "the moment of the MLP")
-    kept = torch.argsort(saliencies(moment, down, ridge), descending=True, stable=True)[:rank].sort().values
-    weight, error, deficiency = refit(moment, down, kept, refit_ridge)
-    return NystromResult(kept, weight, error, 0.0, deficiency)
+    return keep_highest(moment, down, saliencies(moment, down, ridge), rank, refit_ridge)
