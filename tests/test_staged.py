@@ -71,6 +71,14 @@ def halfway(source, calibration, ranks, config, dense=None):
     return block, calibration if in_middle else None, outcome
 
 
+def shifted(calibration):
+    """Hidden states that stand for the dense model's, beside those of a compressed one."""
+    other = calibration.copy()
+    for batch, states in enumerate(calibration.hidden):
+        other.hidden[batch] = states + torch.linspace(-1, 1, states.shape[-1])
+    return other
+
+
 @by_name(WITH_MLP)
 def test_what_is_at_rest_leaves_the_attention_and_itself_as_they_were(family: Family):
     source, calibration = opened(family)
@@ -115,6 +123,25 @@ def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
     assert not torch.equal(alone.get_submodule(down).weight, block.get_submodule(down).weight)
 
 
+@by_name([family for family in SEQUENTIAL if family.architecture.plain_mlp])
+def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Family):
+    source, calibration = opened(family)
+    config, ranks = CompressionConfig(solver="best"), family.ranks()[0]
+    dense = shifted(calibration)
+    targets = list(run_block(source.blocks.peek(0, CPU), 0, dense, CPU))
+    on_dense, _ = staged(source, dense, ranks, config)
+    on_compressed, _ = staged(source, calibration, ranks, config)
+    both, _ = staged(source, calibration, ranks, config, dense)
+    assert all(torch.equal(left, right) for left, right in zip(dense.hidden, targets, strict=True))
+    output = f"{source.architecture.attention}.{source.architecture.output}.weight"
+    weights = [each.get_parameter(output) for each in (both, on_dense, on_compressed)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.allclose(weights[0], weights[2], rtol=1e-3)
+    # The MLP is measured on what the compressed blocks give.
+    down = source.architecture.down
+    assert not torch.equal(both.get_submodule(down).weight, on_dense.get_submodule(down).weight)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @by_name(SEQUENTIAL)
 def test_the_second_half_of_a_block_gives_what_the_whole_block_gives(family: Family, dtype: str):
@@ -136,11 +163,11 @@ def test_the_second_half_of_a_block_gives_what_the_whole_block_gives(family: Fam
 @by_name(PLAIN)
 def test_with_the_down_projection_at_rest_the_target_is_the_drift_and_what_the_mlp_adds(family: Family):
     source, calibration = opened(family)
-    dense = calibration.copy()
-    for batch, output in enumerate(run_block(source.blocks.peek(0, CPU), 0, calibration, CPU)):
-        dense.hidden[batch] = output + torch.linspace(-1, 1, source.dims.d_model)
+    dense = shifted(calibration)
+    targets = list(run_block(source.blocks.peek(0, CPU), 0, dense, CPU))
     ranks = {**family.full_ranks()[0], "mlp": 10}
     fed, _ = staged(source, calibration, ranks, CompressionConfig(solver="best"), dense)
+    assert all(torch.equal(left, right) for left, right in zip(dense.hidden, targets, strict=True))
     plain, outcome = staged(source, calibration, ranks, CompressionConfig(solver="best", feedback=0.0))
 
     # By hand, from whole passes: the states of the MLP, and what the block's output lacks.
@@ -150,7 +177,7 @@ def test_with_the_down_projection_at_rest_the_target_is_the_drift_and_what_the_m
     outputs = list(run_block(block, 0, calibration, CPU))
     hook.remove()
     z = torch.cat([each.flatten(0, -2) for each in states]).double()
-    lacking = (target - output for target, output in zip(dense.hidden, outputs, strict=True))
+    lacking = (target - output for target, output in zip(targets, outputs, strict=True))
     r = torch.cat([each.flatten(0, -2) for each in lacking]).double()
     layout = Layout.dense(architecture, source.dims)
     down = layout.narrowed(outcome.layer).read(plain).down
@@ -204,12 +231,9 @@ def test_drift_is_taken_back_where_the_mlp_adds_to_the_residual_stream_as_it_is(
     # Residuals are of size ten, float32.
     assert torch.allclose(after - before, change.expand_as(after), atol=1e-4) == source.architecture.plain_mlp
 
-    dense = calibration.copy()
-    for batch, output in enumerate(run_block(block, 0, calibration, CPU)):
-        dense.hidden[batch] = output + change
     config, ranks = CompressionConfig(solver="best"), {**family.full_ranks()[0], "mlp": 10}
     plain, _ = staged(source, calibration, ranks, config)
-    fed, _ = staged(source, calibration, ranks, config, dense)
+    fed, _ = staged(source, calibration, ranks, config, shifted(calibration))
     down = [each.get_submodule(source.architecture.down).weight for each in (plain, fed)]
     assert torch.equal(*down) != source.architecture.plain_mlp
 

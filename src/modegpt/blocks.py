@@ -96,7 +96,10 @@ class ModelBlocks:
 
     def peek(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.peek`."""
-        return check_weights(copy.deepcopy(self.layers[index]).to(device), index)
+        block = self.layers[index]
+        if any(parameter.device != device for parameter in block.parameters()):
+            block = copy.deepcopy(block).to(device)
+        return check_weights(block, index)
 
     def blank(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.blank`."""

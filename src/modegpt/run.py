@@ -226,9 +226,6 @@ class Run:
         source = self.source
         with self.watch.stage("load"):
             block = blocks.take(index)
-        if dense is not None:
-            with self.watch.stage("forward"):
-                advance(block, index, dense, self.device)
         outcome, halfway = measure_and_compress(
             block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch, dense
         )
@@ -253,8 +250,10 @@ class Run:
         with self.watch.stage("embed"):
             limit = self.config.max_host_memory
             hidden = HiddenStates(None if limit is None else limit // streams)
-            fitting = max(1, TOKENS_PER_BATCH[self.device.type] // windows.shape[1])
-            return self.source.blocks.embed(windows, self.config.batch_size or fitting, hidden)
+            fitting = TOKENS_PER_BATCH[self.device.type]
+            if self.config.batch_size:  # of the text's windows; a batch of shorter ones holds as many tokens
+                fitting = self.config.batch_size * self.text.windows.shape[1]
+            return self.source.blocks.embed(windows, max(1, fitting // windows.shape[1]), hidden)
 
     def _prefix(self, index: int) -> str:
         return f"{self.source.blocks.prefix}.{index}."

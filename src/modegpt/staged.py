@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from .at_rest import at_rest
-from .blocks import Calibration, run_block
+from .blocks import Calibration, advance, run_block
 from .config import CompressionConfig
 from .distributed import Team
 from .moments import BlockMoments, record_moments
@@ -32,7 +32,8 @@ def measure_and_compress(
 
     The paper's solvers read the dense block. A solver that is `late` reads the MLP's moments from the block whose
     attention is already compressed, so that the refit makes up for what attention lost. With `dense`, the hidden
-    states of the dense model after this block, it makes up for a share of what all blocks before lost, too.
+    states of the dense model before this block, it makes up for a share of what all blocks before lost, too. They are
+    advanced here, and where the MLP has a stage of its own, attention's moments are taken in that same pass.
 
     Returns:
         What was done, and whether `calibration` now holds the hidden states behind the compressed attention: the pass
@@ -40,7 +41,7 @@ def measure_and_compress(
     """
     outcome, halfway = None, False
     parts = stages(ranks, source.architecture, source.dims, config) or [()]
-    for modules in parts:
+    for stage, modules in enumerate(parts):
         halfway = outcome is not None and bool(source.architecture.plain_mlp)
         if halfway:
             # All but the MLP is final: what follows it must be what the written weights give.
@@ -51,8 +52,16 @@ def measure_and_compress(
         if dense is not None and "mlp" in modules and source.architecture.plain_mlp:
             needed = (*needed, "mlp_target")
         moments = BlockMoments.zeros(source.dims, needed, device)
+        # The dense model's states pass while the block is still the dense one.
+        stream = dense if stage == 0 else None
         with watch.stage("moments"):
-            _measure(block, index, calibration, modules, source, moments, device, dense, halfway)
+            if stream is not None and "mlp" not in modules:
+                with record_moments(block, source.architecture, source.dims, moments):
+                    advance(block, index, stream, device)
+            else:
+                if stream is not None:
+                    advance(block, index, stream, device)
+                _measure(block, index, calibration, modules, source, moments, device, dense, halfway)
         team.sum_moments(moments)
         moments.check_finite(index)
         with watch.stage("decompose"):
