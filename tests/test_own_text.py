@@ -9,7 +9,9 @@ from torch import Tensor
 
 from conformance.families import FAMILIES, Family
 from modegpt import CompressionConfig, NumericalError
+from modegpt.blocks import Calibration
 from modegpt.compress import compress_to_folder, prepare
+from modegpt.hidden_states import HiddenStates
 from modegpt.own_text import LENGTH, beginning, sample
 from modegpt.replaced_text import replace_tokens
 from modegpt.run import Run
@@ -86,6 +88,19 @@ def test_the_seed_decides_and_the_global_state_is_left_alone():
 def test_batches_decide_nothing():
     dense = FAMILIES[0].dense()
     assert torch.equal(written(dense, coverage=1.0, batch_size=3), written(dense, coverage=1.0))
+
+
+def test_a_batch_of_short_rows_holds_as_many_tokens_as_one_of_windows(monkeypatch: pytest.MonkeyPatch):
+    run = run_of(FAMILIES[0].dense(), coverage=1.0, batch_size=2)
+    embed, seen = run.source.blocks.embed, []
+
+    def spy(windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
+        seen.append((windows.shape[1], batch_size))
+        return embed(windows, batch_size, hidden)
+
+    monkeypatch.setattr(run.source.blocks, "embed", spy)
+    run.coverage()
+    assert seen == [(1, 20), (2, 10), (3, 6)]  # two windows of ten tokens
 
 
 def test_sampling_gives_each_token_its_probability():
