@@ -69,7 +69,8 @@ class CompressionConfig:
     for 0.25 with `best` and none with `paper`."""
     feedback: float | None = None
     """Share of the drift from the dense model that each refit of a down projection takes back, in [0, 1]; None for
-    0.5, and 0 with the MLP solver `leverage`."""
+    0.5, and 0 with the MLP solver `leverage`. Where it is not 0, the dense model runs beside the compressed one, and
+    attention's moments are taken from it."""
     ridge: float = 1.0
     """λ of the leverage scores, on the unnormalised moment."""
     dtype: str = "auto"
