@@ -41,7 +41,7 @@ def measure_and_compress(
     """
     outcome, halfway = None, False
     parts = stages(ranks, source.architecture, source.dims, config) or [()]
-    for stage, modules in enumerate(parts):
+    for modules in parts:
         halfway = outcome is not None and bool(source.architecture.plain_mlp)
         if halfway:
             # All but the MLP is final: what follows it must be what the written weights give.
@@ -53,7 +53,7 @@ def measure_and_compress(
             needed = (*needed, "mlp_target")
         moments = BlockMoments.zeros(source.dims, needed, device)
         # The dense model's states pass while the block is still the dense one.
-        stream = dense if stage == 0 else None
+        stream = dense if outcome is None else None
         with watch.stage("moments"):
             if stream is not None and "mlp" not in modules:
                 with record_moments(block, source.architecture, source.dims, moments):
