@@ -130,7 +130,7 @@ def test_a_resumed_run_takes_the_windows_that_were_written(tmp_path: Path, monke
     with pytest.raises(StopError):
         compress_to_folder(str(tmp_path / "dense"), calibration(), out, settings, progress=stop_at)
     kept = tmp_path / "out.partial" / "coverage.json"
-    assert torch.equal(torch.tensor(json.loads(kept.read_text())["windows"]), run_of(dense).coverage())
+    assert torch.equal(torch.tensor(json.loads(kept.read_text())["values"]), run_of(dense).coverage())
     monkeypatch.setattr(Run, "coverage", lambda run: pytest.fail("the windows are there"))
     compress_to_folder(str(tmp_path / "dense"), calibration(), out, settings, resume=True)
     assert (out / "model.safetensors").is_file()

@@ -1,7 +1,7 @@
 """An unfinished checkpoint: each compressed layer is on disk as soon as it is done, and the run can go on from there.
 
-Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json`, `coverage.json` (the windows that the
-model wrote), `layers/00000.safetensors` ... (the tensors of a layer, its outcome in the metadata) and `model/` (the
+Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json` and `coverage.json` (what all layers
+depend on), `layers/00000.safetensors` ... (the tensors of a layer, its outcome in the metadata) and `model/` (the
 final folder in the making). Every file appears by a rename, and `model/` becomes `<out>` by one.
 """
 
@@ -86,25 +86,18 @@ class PartialCheckpoint:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dict
             return tensors, BlockOutcome(**json.loads(file.metadata()["outcome"]))
 
-    def read_scores(self) -> Tensor | None:
-        """Return the importance scores an earlier try computed, if it got so far."""
-        path = self.folder / "scores.json"
+    def read_tensor(self, name: str) -> Tensor | None:
+        """Return what an earlier try kept under a name (`scores`, `coverage`), if it got so far."""
+        path = self.folder / f"{name}.json"
         if not path.is_file():
             return None
-        return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["scores"], dtype=torch.float64)
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return torch.tensor(found["values"], dtype=getattr(torch, found["dtype"]))
 
-    def write_scores(self, scores: Tensor) -> None:
-        """Keep the importance scores."""
-        write_json({"scores": scores.tolist()}, self.folder / "scores.json")
-
-    def read_coverage(self) -> Tensor | None:
-        """Return the windows that an earlier try let the model write, if it got so far."""
-        path = self.folder / "coverage.json"
-        return torch.tensor(json.loads(path.read_text(encoding="utf-8"))["windows"]) if path.is_file() else None
-
-    def write_coverage(self, windows: Tensor) -> None:
-        """Keep the windows that the model wrote: another machine might round to others."""
-        write_json({"windows": windows.tolist()}, self.folder / "coverage.json")
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
+        """Keep what all layers depend on: computed again, on another machine, it might round to something else."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        write_json({"dtype": dtype, "values": tensor.tolist()}, self.folder / f"{name}.json")
 
     def finish(
         self,

@@ -79,17 +79,9 @@ class Run:
             raise
 
     def _to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
-        scores = self.team.agree(partial.read_scores() if partial else None)
-        if scores is None:
-            scores = self.scores()
-            if partial and scores is not None:
-                partial.write_scores(scores)
+        scores = self._once("scores", self.scores, partial)
         allocation = self.allocate(scores)
-        coverage = self.team.agree(partial.read_coverage() if partial else None)
-        if coverage is None:
-            coverage = self.coverage()
-            if partial and coverage is not None:
-                partial.write_coverage(coverage)
+        coverage = self._once("coverage", self.coverage, partial)
         n_finished = self.team.agree(partial.finished_layers() if partial else 0)
 
         def read(index: int) -> tuple[dict[str, Tensor], BlockOutcome] | None:
@@ -112,6 +104,17 @@ class Run:
         report["fingerprint"] = partial.fingerprint
         partial.finish(other, len(outcomes), config, self.source.generation_config, self.text.tokenizer, report)
         return report
+
+    def _once(
+        self, name: str, compute: Callable[[], Tensor | None], partial: PartialCheckpoint | None
+    ) -> Tensor | None:
+        """Return what an earlier try kept under a name; else compute it, and keep it."""
+        found = self.team.agree(partial.read_tensor(name) if partial else None)
+        if found is None:
+            found = compute()
+            if partial is not None and found is not None:
+                partial.write_tensor(name, found)
+        return found
 
     def scores(self) -> Tensor | None:
         """Scores of the dense blocks for the allocation rule, from one pass; None for a rule that needs none."""

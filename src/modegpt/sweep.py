@@ -215,7 +215,7 @@ class _Sweep:
         folder.parent.mkdir(exist_ok=True)
         partial = PartialCheckpoint(folder, identity, resume=True, overwrite=True)
         if self.scores is not None:
-            partial.write_scores(self.scores)
+            partial.write_tensor("scores", self.scores)
         return run.to_folder(partial)
 
     @cached_property
