@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
@@ -21,6 +23,7 @@ from typer.testing import CliRunner, Result
 from modegpt import MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
+from modegpt.cli_support import OneLineErrors
 from modegpt.config import CompressionConfig
 from modegpt.demo import model_file, tables
 from modegpt.demo import run as run_demo
@@ -481,6 +484,30 @@ def test_the_program_itself(tiny_llama_dir: Path, small_text_file: Path, tmp_pat
     assert again.stdout == ""
     assert len(again.stderr.splitlines()) == 1
     assert again.stderr.startswith("error: output folder")
+
+
+def test_an_interrupt_that_a_library_turns_into_another_error_is_still_one():
+    group = typer.Typer(cls=OneLineErrors)
+
+    @group.command()
+    def swallow() -> None:
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ValueError("could not determine the shape")
+
+    @group.command()
+    def fault() -> None:
+        raise ValueError("a fault of ours")
+
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = CliRunner().invoke(group, ["swallow"])
+        assert result.exit_code == 130
+        assert result.stderr.startswith("error: interrupted")
+        assert isinstance(CliRunner().invoke(group, ["fault"]).exception, ValueError)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, heeded)
 
 
 def test_an_interrupted_run_ends_with_one_line_and_no_result(tiny_llama_dir: Path, tmp_path: Path):

@@ -1,8 +1,12 @@
 """What every command shares: one line for an error, one place for JSON, the checks before the work."""
 
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from typing import Any, NoReturn
 
 import typer
@@ -23,21 +27,52 @@ class OneLineErrors(TyperGroup):
     """A command group that answers every failure a user can cause with one line on standard error."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Run a command and leave with its exit code: 0 done, 1 failed, 2 wrong call."""
-        try:
-            code = super().main(*args, **{**kwargs, "standalone_mode": False})
-        except ModegptError as problem:
-            fail(str(problem), problem.exit_code)
-        except (OSError, MemoryError) as problem:
-            fail(f"{type(problem).__name__}: {problem}", 1)
-        except Exception as problem:
-            # The parser's own complaints: their base class has moved between typer's versions, the method has not.
-            if not hasattr(problem, "format_message"):
-                raise
-            fail(f"{problem.format_message() or 'no command was given'}; see --help", 2)  # pyright: ignore
+        """Run a command and leave with its exit code: 0 done, 1 failed, 2 wrong call, 130 interrupted."""
+        with _noted_interrupts() as interrupted:
+            try:
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            except Exception as problem:
+                if not interrupted.is_set():
+                    _fail_for(problem)
+                code = INTERRUPTED
         if code == INTERRUPTED:
             fail("interrupted; no result was written, and compress --resume goes on where it stopped", INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[Event]:
+    """While the context is open, Ctrl-C also sets the event that is given.
+
+    Libraries in C may swallow the interrupt that Python raises inside them, and then fail with an error of their own.
+    """
+    noted, before = Event(), signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        noted.set()
+        signal.default_int_handler(number, frame)
+
+    # Where whoever called ignores it, or heeds it otherwise, it stays so; and only the main thread may change it.
+    own = before is signal.default_int_handler and current_thread() is main_thread()
+    if own:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        if own:
+            signal.signal(signal.SIGINT, before)
+
+
+def _fail_for(problem: Exception) -> NoReturn:
+    """Leave with one line for what a user can cause; raise anything else."""
+    if isinstance(problem, ModegptError):
+        fail(str(problem), problem.exit_code)
+    if isinstance(problem, (OSError, MemoryError)):
+        fail(f"{type(problem).__name__}: {problem}", 1)
+    # The parser's own complaints: their base class has moved between typer's versions, the method has not.
+    if not hasattr(problem, "format_message"):
+        raise problem
+    fail(f"{problem.format_message() or 'no command was given'}; see --help", 2)  # pyright: ignore
 
 
 def fail(message: str, code: int) -> NoReturn:
