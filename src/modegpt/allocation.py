@@ -64,8 +64,8 @@ def allocate(
       objective. Within a block every module loses the same share.
     - `influence-blocks` is the same with attention and MLP as blocks of their own.
     - `owl` (Yin et al. 2023): the outlier ratios are scaled to `[0, 2λ]` and taken off a level that the budget sets.
-    - `error` minimises the sum of what compressing each module alone damages, `D_lm (φ_lm/φ_trial)³`, under the same
-      budget: `φ_lm ∝ √(w_lm/D_lm)` off the bounds, where every module has the same marginal damage per parameter.
+    - `error` minimises the sum of what compressing each module alone damages, `D_lm (φ_lm/φ_trial)²`, under the same
+      budget: `φ_lm ∝ w_lm/D_lm` off the bounds, where every module has the same marginal damage per parameter.
     - `plan` takes the ranks as given, and no notice of `sparsity`.
 
     The part of a module that stays whole falls on the others of its block, and beyond what these can lose on other
@@ -146,17 +146,17 @@ def _modules_alone(
 ) -> list[Unit]:
     """Return every slot as a unit of its own, scored such that `φ = c·exp(−score)` has equal marginal damages.
 
-    The damage of a module alone grows about with its sparsity; the cube stands for what the modules do to each other
-    (docs/log.md). With `a φ³` the marginal damage per parameter `3aφ²/w` is equal where `φ ∝ √(w/a)`.
+    The divergence that a small change of the hidden states makes grows with its square, and between 1.5 and 3 that is
+    the best exponent (docs/log.md). With `a φ²` the marginal damage per parameter `2aφ/w` is equal where `φ ∝ w/a`.
     """
     floor = NEGLIGIBLE * max(max(row) for row in damages) or 1.0
     units = []
     for index, slot in enumerate(slots):
         trial = 1 - trial_rank(slot.full, sizes[slot.layer].step[slot.module]) / slot.full
-        factor = max(damages[slot.layer][MODULES.index(slot.module)], floor) / trial**3
+        factor = max(damages[slot.layer][MODULES.index(slot.module)], floor) / trial**2
         low = slot.least / slot.weight
         high = max(low, min(max_sparsity, slot.most / slot.weight))
-        units.append(Unit([index], math.log(factor / slot.weight) / 2, slot.weight, low, high))
+        units.append(Unit([index], math.log(factor / slot.weight), slot.weight, low, high))
     return units
 
 

@@ -17,8 +17,8 @@ from .allocation import Allocation, LayerSizes, allocate
 from .at_rest import attention_at_rest
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
-from .config import CompressionConfig
-from .damage import DamageScorer
+from .config import MODULES, CompressionConfig
+from .damage import hold_out, measure_damages
 from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
@@ -118,6 +118,8 @@ class Run:
 
     def scores(self) -> Tensor | None:
         """Scores of the dense blocks for the allocation rule, from one pass; None for a rule that needs none."""
+        if self.config.allocation == "error":
+            return self._damages()
         scorer = self._scorer()
         if scorer is None:
             return None
@@ -136,9 +138,21 @@ class Run:
         rule, source = self.config.allocation, self.source
         if rule in ("influence", "influence-blocks"):
             return InfluenceScorer(source.dims.n_layers, source.architecture, rule == "influence-blocks", self.team)
-        if rule == "owl":
-            return OutlierScorer(source.architecture, self.config.owl_threshold, self.team)
-        return DamageScorer(source, self.config, self.team, self.device) if rule == "error" else None
+        return OutlierScorer(source.architecture, self.config.owl_threshold, self.team) if rule == "owl" else None
+
+    def _damages(self) -> Tensor:
+        """Return the damage of every module, on text and on what the model writes, neither seen by the solvers."""
+        coverage = self.coverage()
+        seen, held = hold_out(self.text.windows, self.team.size)
+        with self.watch.stage("scores"):
+            held = torch.cat((held, self._written(len(held), self.config.seed + 1)))
+        if coverage is not None:
+            seen = torch.cat((seen, coverage))
+        n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
+        calibration, trial = (self._embed(windows, n_streams) for windows in (self.team.share(seen), held))
+        tell = functools.partial(self._tell, "scores")
+        with self.watch.stage("scores"):
+            return measure_damages(self.source, self.config, self.team, self.device, calibration, trial, tell)
 
     def coverage(self) -> Tensor | None:
         """Return windows to calibrate on beside the text, or None where none are asked for.
@@ -147,15 +161,20 @@ class Run:
         """
         windows, share, seed = self.text.windows, self.config.coverage_share, self.config.seed
         if share and (share, seed) not in self.made:
-            source, tell = self.source, functools.partial(self._tell, "coverage")
-            count, start = max(1, round(share * len(windows))), beginning(windows)
+            count = max(1, round(share * len(windows)))
             with self.watch.stage("coverage"):
-                writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
-                vocab_size = source.config.vocab_size
-                written = writer.windows(count - count // 2, windows.shape[1], start, vocab_size, seed)
-                replaced = replace_tokens(windows, count // 2, start, vocab_size, seed)
+                written = self._written(count - count // 2, seed)
+                vocab_size = self.source.config.vocab_size
+                replaced = replace_tokens(windows, count // 2, beginning(windows), vocab_size, seed)
             self.made[share, seed] = torch.cat((replaced, written))
         return self.made.get((share, seed))
+
+    def _written(self, count: int, seed: int) -> Tensor:
+        """Return windows that the dense model writes."""
+        windows, source = self.text.windows, self.source
+        tell = functools.partial(self._tell, "coverage")
+        writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
+        return writer.windows(count, windows.shape[1], beginning(windows), source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
