@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import modegpt
 from modegpt import CompressionConfig
-from modegpt.allocation import LayerSizes, _modules_alone, allocate
+from modegpt.allocation import LayerSizes, _kept_by_half, _modules_alone, allocate
 from modegpt.compress import prepare
 from modegpt.config import MODULES
 from modegpt.damage import hold_out
@@ -40,7 +40,7 @@ def test_the_sum_of_square_damages_is_least(damages, sparsity, bound, seed):
     layers = sizes(len(damages))
     budget = sparsity * sum(size.total for size in layers)
     slots, _ = open_slots(layers, MODULES, 1)
-    units = _modules_alone(layers, slots, damages, bound)
+    units = _kept_by_half(_modules_alone(layers, slots, damages, bound), budget)
     shares, weights = fill_exponential(1.0, units, budget), [unit.weight for unit in units]
     assert math.fsum(map(operator.mul, shares, weights)) == pytest.approx(budget, rel=1e-9)
     factors = []
@@ -87,6 +87,17 @@ def test_a_module_that_costs_nothing_goes_first():
     # At the bound, but for what the rounding of the others leaves: 1.5 coordinates of 6912 parameters, or 6 neurons.
     assert result.ranks[0]["mlp"] == pytest.approx(768, abs=6)
     assert allocate("error", sizes(2), 0.2, scores=[[0.0] * 3] * 2).sparsities == pytest.approx([0.2, 0.2])
+
+
+def test_every_module_keeps_half_of_what_all_would_keep_alike():
+    free = [[0.0, 0.1, 0.1], [0.1, 0.1, 0.1]]
+    for sparsity in (0.3, 0.5):
+        ranks = allocate("error", sizes(2), sparsity, scores=free).ranks
+        # As above; the two layers have 1536 neurons each.
+        assert ranks[0]["mlp"] == pytest.approx((1 - sparsity) / 2 * 1536, abs=6), sparsity
+    # Close to all that two modules can lose, the bound leaves room for it: no budget becomes impossible.
+    result = allocate("error", sizes(2), 0.235, ["qk", "vo"], scores=free)
+    assert result.sparsities == pytest.approx([0.235] * 2, rel=0.02)
 
 
 @pytest.mark.parametrize("bad", [None, [[0.1] * 3], [[0.1] * 2] * 2, [0.1, 0.1]])
