@@ -126,7 +126,7 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
     run = prepare(dense, windows, CompressionConfig(sparsity=0.3, allocation="error", **settings), None, None)
     scores = run.scores()
     seen, held = hold_out(windows, 1)
-    held = torch.cat((held, run._written(3, seed=1)))
+    held = torch.cat((held, run._written(3, 16, seed=1)))
     full = {"mlp": 48, "qk": 8, "vo": 8}
 
     def log_probabilities(model):
@@ -153,6 +153,7 @@ def test_a_quarter_of_the_windows_at_most_is_held_out():
     assert sorted(torch.cat((seen, held))[:, 0].tolist()) == list(range(40))
     short = windows[:, :8]
     assert hold_out(short, 1)[1][:, 0].tolist() == list(range(0, 40, 4))
+    assert hold_out(torch.zeros(8, 4096), 1)[1].shape == (1, 1024)
     for count in (1, 2):  # two processes need two windows to see
         seen, held = hold_out(windows[:count], 2)
         assert (len(seen), len(held)) == (count, 1)

@@ -32,6 +32,8 @@ ROWS = 256
 def hold_out(windows: Tensor, n_processes: int) -> tuple[Tensor, Tensor]:
     """Divide calibration windows into those that solvers see and those on which the damage is measured.
 
+    Of a long window its first `HELD_TOKENS` are enough.
+
     Args:
         windows: `(samples, seq_len)` token ids.
         n_processes: each of which must get a window to see: where there are too few, the held ones are seen, too.
@@ -44,7 +46,7 @@ def hold_out(windows: Tensor, n_processes: int) -> tuple[Tensor, Tensor]:
     seen = torch.ones(len(windows), dtype=torch.bool)
     held = torch.arange(count) * len(windows) // count
     seen[held] = False
-    return windows[seen] if int(seen.sum()) >= n_processes else windows, windows[held]
+    return windows[seen] if int(seen.sum()) >= n_processes else windows, windows[held, :HELD_TOKENS]
 
 
 def measure_damages(

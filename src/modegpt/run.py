@@ -145,7 +145,7 @@ class Run:
         coverage = self.coverage()
         seen, held = hold_out(self.text.windows, self.team.size)
         with self.watch.stage("scores"):
-            held = torch.cat((held, self._written(len(held), self.config.seed + 1)))
+            held = torch.cat((held, self._written(len(held), held.shape[1], self.config.seed + 1)))
         if coverage is not None:
             seen = torch.cat((seen, coverage))
         n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
@@ -163,18 +163,17 @@ class Run:
         if share and (share, seed) not in self.made:
             count = max(1, round(share * len(windows)))
             with self.watch.stage("coverage"):
-                written = self._written(count - count // 2, seed)
+                written = self._written(count - count // 2, windows.shape[1], seed)
                 vocab_size = self.source.config.vocab_size
                 replaced = replace_tokens(windows, count // 2, beginning(windows), vocab_size, seed)
             self.made[share, seed] = torch.cat((replaced, written))
         return self.made.get((share, seed))
 
-    def _written(self, count: int, seed: int) -> Tensor:
+    def _written(self, count: int, seq_len: int, seed: int) -> Tensor:
         """Return windows that the dense model writes."""
-        windows, source = self.text.windows, self.source
-        tell = functools.partial(self._tell, "coverage")
+        source, tell = self.source, functools.partial(self._tell, "coverage")
         writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
-        return writer.windows(count, windows.shape[1], beginning(windows), source.config.vocab_size, seed)
+        return writer.windows(count, seq_len, beginning(self.text.windows), source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
