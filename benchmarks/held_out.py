@@ -1,0 +1,91 @@
+"""The rise of log perplexity on held-out text, by which settings are chosen: nothing is chosen on a test text.
+
+Protocol: SmolLM2-135M, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text;
+measured on 24 windows of 512 tokens each, evenly spaced: of the rest of that text (`like`), of instructions and
+answers (`unlike`), and of encyclopedic passages with the rare words that the validation text lacks (`passages`, those
+of BoolQ).
+Differences under 0.004 on `like` and 0.015 on the others decide nothing.
+
+    python benchmarks/held_out.py --data FOLDER --instruct FILE --passages FILE --settings '{"sparsity": 0.3}'
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import modegpt
+from common import compressed, default_model, finished, parser, save, wikitext
+from modegpt.calibration import draw_windows, tokenize
+from modegpt.models import open_model, open_tokenizer
+
+SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 24
+PASSAGES = 800
+"""The first so many passages are joined to one text."""
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def passages(path: Path) -> str:
+    """Return the first passages of a file of BoolQ's questions, each once, one after another."""
+    found = dict.fromkeys(record["query"].rsplit("\nQuestion", 1)[0] for record in records(path))
+    return "\n\n".join(list(found)[:PASSAGES])
+
+
+def spread(tokens: Tensor) -> Tensor:
+    """Return the tokens of evenly spaced windows of a text."""
+    windows = tokens[: len(tokens) // SEQ_LEN * SEQ_LEN].view(-1, SEQ_LEN)
+    return windows[torch.arange(EVAL_WINDOWS) * len(windows) // EVAL_WINDOWS].flatten()
+
+
+def main() -> None:
+    """Measure every setting that is not in the result file yet."""
+    arguments = parser(__doc__, "held_out.json")
+    arguments.add_argument("--instruct", type=Path, required=True, help="JSON lines with `text`")
+    arguments.add_argument("--passages", type=Path, required=True, help="JSON lines with `query`: passage and question")
+    arguments.add_argument("--settings", type=json.loads, nargs="+", required=True, help="CompressionConfig, as JSON")
+    asked = arguments.parse_args()
+    name = default_model(asked.model)
+    protocol = {
+        "dtype": "float32",
+        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+        "held_out": f"{EVAL_WINDOWS} windows of {SEQ_LEN} tokens each: the rest of wiki.valid.txt, "
+        f"{asked.instruct.name}, passages of {asked.passages.name}",
+    }
+    about = {"model": Path(name).name, "protocol": protocol}
+    rows = finished(asked.json, about)
+    dense, tokenizer = open_model(name, torch.float32), open_tokenizer(name)
+    valid, _test = wikitext(asked, tokenizer)
+    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    instruct = "\n\n".join(record["text"] for record in records(asked.instruct))
+    texts = {
+        "like": spread(valid[SAMPLES * SEQ_LEN :]),
+        "unlike": spread(tokenize(instruct, tokenizer)),
+        "passages": spread(tokenize(passages(asked.passages), tokenizer)),
+    }
+
+    def logs(model: Any) -> dict[str, float]:
+        return {key: math.log(modegpt.perplexity(model, text, SEQ_LEN).perplexity) for key, text in texts.items()}
+
+    if not rows:
+        rows.append({"settings": None, "log_perplexity": logs(dense)})
+    for settings in asked.settings:
+        if any(row["settings"] == settings for row in rows):
+            continue
+        model = compressed(asked, dense, windows, modegpt.CompressionConfig(**settings))
+        found = logs(model)
+        rise = {key: value - rows[0]["log_perplexity"][key] for key, value in found.items()}
+        rows.append({"settings": settings, "log_perplexity": found, "rise": rise})
+        rows[-1]["seconds"] = model.modegpt_report["seconds"]
+        print(rows[-1], flush=True)
+        save(asked.json, {**about, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
