@@ -19,7 +19,8 @@ from torch import Tensor
 
 import modegpt
 from common import compressed, default_model, finished, parser, save, wikitext
-from modegpt.calibration import draw_windows, tokenize
+from modegpt.calibration import draw_windows, load_text, tokenize
+from modegpt.local_tasks import read_task
 from modegpt.models import open_model, open_tokenizer
 
 SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 24
@@ -27,14 +28,9 @@ PASSAGES = 800
 """The first so many passages are joined to one text."""
 
 
-def records(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def passages(path: Path) -> str:
     """Return the first passages of a file of BoolQ's questions, each once, one after another."""
-    found = dict.fromkeys(record["query"].rsplit("\nQuestion", 1)[0] for record in records(path))
+    found = dict.fromkeys(record["query"].rsplit("\nQuestion", 1)[0] for record in read_task(str(path)).records)
     return "\n\n".join(list(found)[:PASSAGES])
 
 
@@ -63,10 +59,9 @@ def main() -> None:
     dense, tokenizer = open_model(name, torch.float32), open_tokenizer(name)
     valid, _test = wikitext(asked, tokenizer)
     windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
-    instruct = "\n\n".join(record["text"] for record in records(asked.instruct))
     texts = {
         "like": spread(valid[SAMPLES * SEQ_LEN :]),
-        "unlike": spread(tokenize(instruct, tokenizer)),
+        "unlike": spread(tokenize(load_text(str(asked.instruct), "evaluation"), tokenizer)),
         "passages": spread(tokenize(passages(asked.passages), tokenizer)),
     }
 

@@ -15,6 +15,7 @@ from .blocks import Calibration, advance
 from .config import MODULES, CompressionConfig
 from .distributed import Team
 from .moments import BlockMoments, record_moments
+from .own_text import ROWS
 from .preparation import Source, layer_sizes
 from .ranks import trial_rank
 from .surgery import compress_block, needed_moments
@@ -25,8 +26,6 @@ The trials carry them through the model, `3L²/2` blocks in all."""
 EVERY = 3
 """Of the held tokens, every third is compared: a row of the vocabulary's size for each trial. Its period is prime to
 that of the written continuations, so that all their tokens get their turn."""
-ROWS = 256
-"""Distributions over the vocabulary that are computed at once: some 100 MB in float64."""
 
 
 def hold_out(windows: Tensor, n_processes: int) -> tuple[Tensor, Tensor]:
@@ -151,7 +150,7 @@ def _divergences(
             # Σ p d = Σ p (d + exp(−d) − 1), as Σ p exp(−d) = Σ p̂ = 1: no terms of first order that must cancel.
             lost += torch.expm1(-lost)
             total += (lost * expected.exp()).sum().item()
-        yield place, max(0.0, total / n_rows)
+        yield place, total / n_rows
 
 
 def _log_probabilities(logits: Tensor) -> Tensor:
