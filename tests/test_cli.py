@@ -101,6 +101,7 @@ def test_every_option_reaches_the_config(tiny_llama_dir: Path, tmp_path: Path, s
         "sparsity": 0.5, "samples": 3, "seq_len": 32, "sampling": "sequential", "seed": 7, "allocation": "influence",
         "temperature": 0.5, "max_sparsity": 0.9, "modules": "vo,mlp", "solver": "paper",
         "mlp_solver": "energy", "qk_solver": "logits", "vo_solver": "context", "coverage": 0.5, "feedback": 0.25,
+        "rarity": 0.125,
         "ridge": 0.5, "dtype": "bfloat16", "device": "cpu", "batch_size": 2, "max_host_memory": 1000, "round_to": 2,
         "owl_threshold": 4.0, "owl_lambda": 0.1,
     }  # fmt: skip

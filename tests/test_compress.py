@@ -167,8 +167,8 @@ def test_the_papers_solvers_give_what_they_gave_when_there_were_no_others(n_kv_h
 
 def test_each_module_takes_the_solver_it_was_given():
     def first_errors(**settings: object) -> dict[str, float]:
-        # One coverage for all, so that the first layer sees the same states whatever the solvers.
-        config = CompressionConfig(sparsity=0.25, coverage=0, **settings)
+        # One coverage and one weighting for all, so that the first layer has the same moments whatever the solvers.
+        config = CompressionConfig(sparsity=0.25, coverage=0, rarity=0, **settings)
         return modegpt.compress(tiny_llama(num_hidden_layers=1), windows(), config).modegpt_report["layers"][0]["error"]
 
     paper, best = first_errors(solver="paper"), first_errors(solver="best")
@@ -216,10 +216,10 @@ def test_best_adds_coverage_and_paper_does_not():
         return modegpt.compress(model, windows(), config).model.layers[0].mlp.down_proj.weight
 
     assert torch.equal(weights(solver="paper"), weights(solver="paper", coverage=0))
-    assert torch.equal(weights(solver="best"), weights(solver="best", coverage=0.25))
+    assert torch.equal(weights(solver="best"), weights(solver="best", coverage=0.125))
     assert not torch.equal(weights(solver="best"), weights(solver="best", coverage=0))
     assert not torch.equal(weights(solver="paper"), weights(solver="paper", coverage=0.25))
-    assert CompressionConfig(solver="best").coverage_share == 0.25
+    assert CompressionConfig(solver="best").coverage_share == 0.125
     assert CompressionConfig(solver="best", coverage=0).coverage_share == 0
     assert CompressionConfig(solver="paper").coverage_share == 0
 
@@ -252,6 +252,7 @@ def test_dead_neurons_are_dropped_first_and_reported():
         ({"vo_solver": "best"}, "vo_solver 'best' is unknown; allowed: svd, context"),
         ({"feedback": -0.1}, r"feedback -0\.1 is outside \[0, 1\]"),
         ({"feedback": 0.5, "solver": "paper"}, "feedback needs the MLP solver 'saliency' or 'energy'"),
+        ({"rarity": -0.5}, r"rarity -0\.5 is outside \[0, 1\]"),
         ({"coverage": 1.5}, r"coverage 1\.5 is outside \[0, 1\]"),
         ({"coverage": float("nan")}, "coverage nan is outside"),
     ],

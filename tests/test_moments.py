@@ -156,6 +156,35 @@ def test_hooks_see_every_token_once_and_leave_nothing_behind(preset):
     assert len(outputs) == 3
 
 
+@pytest.mark.parametrize("make", [llama, opt])
+def test_a_token_of_weight_n_counts_as_n_tokens(make):
+    """Windows of weights 1, 2 and 3 are these windows once, twice and three times."""
+    torch.manual_seed(3)
+    model = make()
+    architecture = architecture_of(model.config)
+    blocks = ModelBlocks(model, architecture, consume=False)
+    dims = Dimensions.of(architecture, model.config)
+    block = blocks.peek(0, torch.device("cpu"))
+    windows, copies = torch.randint(50, (3, 8)), torch.tensor([1, 2, 3])
+    weights = copies.double()[:, None].expand(3, 8)
+    names = ("mlp", "mlp_sum", "mlp_target", "context", "context_sum", "logits" if make is llama else "query_moment")
+
+    def taken(windows: torch.Tensor, weights: torch.Tensor | None) -> BlockMoments:
+        calibration = blocks.embed(windows, 2, HiddenStates())
+        calibration.weights = None if weights is None else weights.split(2)
+        moments = BlockMoments.zeros(dims, names)
+        with record_moments(block, architecture, dims, moments, calibration.weights):
+            for output in run_block(block, 0, calibration, torch.device("cpu")):
+                moments.update_target(output)
+        return moments
+
+    weighted, alike = taken(windows, weights), taken(windows, None)
+    repeated = taken(windows.repeat_interleave(copies, dim=0), None)
+    for name in names[:-1]:
+        torch.testing.assert_close(weighted[name], repeated[name], **CLOSE)
+    assert torch.equal(weighted[names[-1]], alike[names[-1]])  # query-key has no weights
+
+
 @pytest.mark.parametrize(
     ("make", "preset", "expected"),
     [

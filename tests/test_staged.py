@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from conformance.families import FAMILIES, Family, tokens
@@ -23,6 +24,7 @@ from modegpt.report import Stopwatch
 from modegpt.solvers.mlp import DRIFT_RIDGE
 from modegpt.staged import measure_and_compress
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
+from modegpt.token_weights import token_weights
 
 CPU = torch.device("cpu")
 BY_NAME = {family.name: family for family in FAMILIES}
@@ -37,14 +39,19 @@ def by_name(families: list[Family]):
 
 
 def opened(family: Family):
-    """The family's source and its calibration, in two batches of unequal size."""
+    """The family's source and its calibration, in two batches of unequal size, its tokens weighted."""
     source = open_source(family.dense(), CPU)
-    return source, source.blocks.embed(tokens(rows=5, length=20), 3, HiddenStates())
+    windows = tokens(rows=5, length=20)
+    calibration = source.blocks.embed(windows, 3, HiddenStates())
+    weights = token_weights(windows, 0.25)
+    assert weights is not None
+    calibration.weights = weights.split(3)
+    return source, calibration
 
 
 def moments_of(source, block, calibration, names, rest: bool = False) -> BlockMoments:
     moments = BlockMoments.zeros(source.dims, names)
-    with record_moments(block, source.architecture, source.dims, moments):
+    with record_moments(block, source.architecture, source.dims, moments, calibration.weights):
         if rest:
             with at_rest(block, idle(source.architecture)):
                 list(run_block(block, 0, calibration, CPU))
@@ -284,7 +291,9 @@ def test_logits_are_measured_with_the_models_own_attention(family: Family, imple
         total = torch.zeros(dims.n_heads, dims.d_head, dims.d_head, dtype=torch.float64)
         with torch.no_grad(), record_logits(block, layout, total):
             model(ids, use_cache=False)
-        weights = torch.cat(seen).unflatten(0, (3, dims.n_heads))
+        # Neighbouring queries come together, with the keys up to the last that one of them sees.
+        padded = [functional.pad(part, (0, ids.shape[1] - part.shape[-1])) for part in seen]
+        weights = torch.cat(padded, dim=1).unflatten(0, (3, dims.n_heads))
         own = expected[index][:, :, FIRST:]
         # float32 scores of size ten or so, in another order of sums.
         torch.testing.assert_close(weights, own, rtol=1e-3, atol=1e-5)

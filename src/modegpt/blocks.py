@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,10 +30,12 @@ class Calibration:
     """One `(batch, tokens, d_model)` tensor a batch, on the host or on disk."""
     arguments: dict[int, list[dict[str, Any]]]
     """By batch size, the keyword arguments of each layer (masks, position embeddings)."""
+    weights: Sequence[Tensor] | None = None
+    """By batch, how much each token counts in the moments, `(batch, tokens)`; None where all count alike."""
 
     def copy(self) -> "Calibration":
         """Return the same calibration with hidden states of its own."""
-        return Calibration(self.hidden.copy(), self.arguments)
+        return Calibration(self.hidden.copy(), self.arguments, self.weights)
 
 
 class BlockSource(Protocol):

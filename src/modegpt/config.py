@@ -16,8 +16,10 @@ PRESETS = {
 """What each value of `solver` stands for, by module."""
 SOLVERS = {"mlp": ("leverage", "energy", "saliency"), "qk": ("cr", "logits"), "vo": ("svd", "context")}
 """The solvers of each module."""
-COVERAGE = 0.25
-"""Share of extra calibration windows that `best` makes (`own_text.py`, `replaced_text.py`)."""
+COVERAGE = 0.125
+"""Share of extra calibration windows that `best` lets the model write (`own_text.py`)."""
+RARITY = 0.25
+"""Exponent by which `best` weights tokens (`token_weights.py`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that take drift back."""
@@ -65,12 +67,15 @@ class CompressionConfig:
     vo_solver: str | None = None
     """`svd` or `context`."""
     coverage: float | None = None
-    """Extra calibration windows as a share of `samples`, half with replaced tokens and half written by the model; None
-    for 0.25 with `best` and none with `paper`."""
+    """Extra calibration windows that the model writes, as a share of `samples`; None for 0.125 with `best` and none
+    with `paper`."""
     feedback: float | None = None
     """Share of the drift from the dense model that each refit of a down projection takes back, in [0, 1]; None for
     0.5, and 0 with the MLP solver `leverage`. Where it is not 0, the dense model runs beside the compressed one, and
     attention's moments are taken from it."""
+    rarity: float | None = None
+    """A token that occurs `n` times in the calibration windows counts `n^-rarity` in the moments of the MLP and of the
+    contexts; None for 0.25 with `best`, and 0, all alike, with `paper`."""
     ridge: float = 1.0
     """λ of the leverage scores, on the unnormalised moment."""
     dtype: str = "auto"
@@ -118,6 +123,8 @@ class CompressionConfig:
             raise InputError(f"coverage {self.coverage} is outside [0, 1]: give a share such as 0.25, or 0 for none")
         if self.feedback is not None and not 0 <= self.feedback <= 1:
             raise InputError(f"feedback {self.feedback} is outside [0, 1]: give a share such as 0.5, or 0 for none")
+        if self.rarity is not None and not 0 <= self.rarity <= 1:
+            raise InputError(f"rarity {self.rarity} is outside [0, 1]: give an exponent such as 0.25, or 0 for none")
         if self.feedback and self.solver_of("mlp") not in FEEDING:
             raise InputError(
                 "feedback needs the MLP solver 'saliency' or 'energy': give --mlp-solver saliency, or --feedback 0"
@@ -137,6 +144,13 @@ class CompressionConfig:
         if self.coverage is not None:
             return self.coverage
         return COVERAGE if self.solver == "best" else 0.0
+
+    @property
+    def rarity_exponent(self) -> float:
+        """Exponent of the tokens' weights."""
+        if self.rarity is not None:
+            return self.rarity
+        return RARITY if self.solver == "best" else 0.0
 
     @property
     def feedback_share(self) -> float:

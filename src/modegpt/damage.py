@@ -119,7 +119,7 @@ def _narrow_blocks(
         if module in config.modules and module not in sizes.whole and rank < sizes.full[module]
     ]
     moments = BlockMoments.zeros(dims, needed_moments(modules, block, architecture, dims, config), device)
-    with record_moments(block, architecture, dims, moments):
+    with record_moments(block, architecture, dims, moments, seen.weights):
         advance(block, index, seen, device)
     team.sum_moments(moments)
     moments.check_finite(index)

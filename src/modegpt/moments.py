@@ -33,10 +33,14 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
 }
 """The sums that can be taken. `z` is the input of the down projection, `q k v` are the projections' outputs before the
 rotary embedding, biases included, `u` is the context, the input of the output projection, and `y` is what the MLP would
-have to add for the block's output to be the dense model's. Over all tokens: `mlp = Σ z zᵀ`, `mlp_sum = Σ z`,
-`mlp_target = Σ z yᵀ`; by head `query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`,
-`key_sum = Σ k`, `value = Σ v vᵀ`; over all heads `context = Σ u uᵀ` and `context_sum = Σ u`; and `logits`, the
-covariance of the coordinates' shares in the attention logits (`decompose.logits`)."""
+have to add for the block's output to be the dense model's. Over all tokens, each times its weight: `mlp = Σ z zᵀ`,
+`mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, and over all heads `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens
+alike, by head: `query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`,
+`value = Σ v vᵀ`; and `logits`, the covariance of the coordinates' shares in the attention logits
+(`decompose.logits`)."""
+
+WEIGHTED = ("mlp", "context")
+"""The sources whose tokens have weights: those that a refit reads. Query-key measures every window's logits alike."""
 
 MEANINGS = {"mlp": "MLP activations", "context": "contexts", "logits": "attention logits"}
 
@@ -48,6 +52,9 @@ class BlockMoments:
     sums: dict[str, Tensor]
     """By the names of `SHAPES`."""
     n_tokens: int = field(default=0)
+    """What the weights of all tokens sum to."""
+    roots: Tensor | None = field(default=None, repr=False)
+    """`(tokens, 1)` square roots of the weights of the tokens that come next; None where all count alike."""
     _mlp_input: Tensor | None = field(default=None, repr=False)
 
     @classmethod
@@ -68,6 +75,8 @@ class BlockMoments:
                 what the output projection reads. Cost: `2·d_int²` operations a token for `mlp`.
         """
         x = states.flatten(0, -2).float()
+        if self.roots is not None and source in WEIGHTED:
+            x = self.roots * x
         if source == "mlp" and "mlp_target" in self.sums:
             self._mlp_input = x
         for name in self.sums.keys() & {source, f"{source}_sum", f"{source}_moment"}:
@@ -75,7 +84,8 @@ class BlockMoments:
             if name in ("mlp", "context"):
                 total += x.mT @ x
             elif name.endswith("_sum"):
-                total += x.sum(0, dtype=torch.float64).view_as(total)
+                weighted = x if self.roots is None or source not in WEIGHTED else self.roots * x
+                total += weighted.sum(0, dtype=torch.float64).view_as(total)
             else:
                 heads = x.unflatten(-1, (len(total), -1)).transpose(0, 1)
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
@@ -83,7 +93,8 @@ class BlockMoments:
     def update_target(self, wanted: Tensor) -> None:
         """Add `(..., d_model)` targets of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
         assert self._mlp_input is not None
-        self.sums["mlp_target"] += self._mlp_input.mT @ wanted.flatten(0, -2).float()
+        wanted = wanted.flatten(0, -2).float()
+        self.sums["mlp_target"] += self._mlp_input.mT @ (wanted if self.roots is None else self.roots * wanted)
         self._mlp_input = None
 
     def merge(self, other: "BlockMoments") -> None:
@@ -95,7 +106,7 @@ class BlockMoments:
     def check_finite(self, layer: int) -> None:
         """Raise `NumericalError` naming the layer and the matrix if a sum is NaN or infinite."""
         for name, total in self.sums.items():
-            if not torch.isfinite(total).all():
+            if not torch.isfinite(total.sum()):
                 source = name.split("_")[0]
                 meaning = MEANINGS.get(source, f"{source} states")
                 raise NumericalError(f"layer {layer}: NaN or infinity in the {meaning} on the calibration text")
@@ -103,13 +114,19 @@ class BlockMoments:
 
 @contextmanager
 def record_moments(
-    block: nn.Module, architecture: Architecture, dims: Dimensions, moments: BlockMoments
+    block: nn.Module,
+    architecture: Architecture,
+    dims: Dimensions,
+    moments: BlockMoments,
+    weights: Iterable[Tensor] | None = None,
 ) -> Iterator[None]:
     """While the context is open, every forward of a dense `block` adds its tokens to `moments`.
 
-    Where only the MLP's are asked for, the block's attention may already be a compressed one.
+    Where only the MLP's are asked for, the block's attention may already be a compressed one. `weights` are those of
+    the tokens of each forward, in turn.
     """
     layout = Layout.dense(architecture, dims)
+    coming = None if weights is None else iter(weights)
     sources = {name.split("_")[0] for name in moments.sums}
     with ExitStack() as stack:
 
@@ -119,6 +136,8 @@ def record_moments(
         def count(_module: Any, inputs: Any, named: dict[str, Any]) -> None:
             states = inputs[0] if inputs else named["hidden_states"]
             moments.n_tokens += states[..., 0].numel()
+            if coming is not None:
+                moments.roots = next(coming).reshape(-1, 1).sqrt().to(states.device, torch.float32)
 
         hook(block.register_forward_pre_hook(count, with_kwargs=True))
         roles = [role for role in HEADS if role in sources]

@@ -26,11 +26,11 @@ from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
-from .replaced_text import replace_tokens
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import measure_and_compress
 from .surgery import BlockOutcome, rounded_tensors
+from .token_weights import token_weights
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it."""
@@ -149,24 +149,18 @@ class Run:
         if coverage is not None:
             seen = torch.cat((seen, coverage))
         n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
-        calibration, trial = (self._embed(windows, n_streams) for windows in (self.team.share(seen), held))
+        calibration, trial = self._weighted(seen, n_streams), self._embed(held, n_streams)
         tell = functools.partial(self._tell, "scores")
         with self.watch.stage("scores"):
             return measure_damages(self.source, self.config, self.team, self.device, calibration, trial, tell)
 
     def coverage(self) -> Tensor | None:
-        """Return windows to calibrate on beside the text, or None where none are asked for.
-
-        Half of them the dense model writes; the others are copies of windows with strange tokens.
-        """
+        """Return windows to calibrate on beside the text, which the model writes; None where none are asked for."""
         windows, share, seed = self.text.windows, self.config.coverage_share, self.config.seed
         if share and (share, seed) not in self.made:
             count = max(1, round(share * len(windows)))
             with self.watch.stage("coverage"):
-                written = self._written(count - count // 2, windows.shape[1], seed)
-                vocab_size = self.source.config.vocab_size
-                replaced = replace_tokens(windows, count // 2, beginning(windows), vocab_size, seed)
-            self.made[share, seed] = torch.cat((replaced, written))
+                self.made[share, seed] = self._written(count, windows.shape[1], seed)
         return self.made.get((share, seed))
 
     def _written(self, count: int, seq_len: int, seed: int) -> Tensor:
@@ -209,7 +203,7 @@ class Run:
         config = self.config
         windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
         feedback = config.feedback_share and self.source.architecture.plain_mlp
-        calibration = self._embed(self.team.share(windows), streams=2 if feedback else 1)
+        calibration = self._weighted(windows, streams=2 if feedback else 1)
         # The dense model's own hidden states, for the solvers that correct the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
@@ -267,14 +261,26 @@ class Run:
         block.load_state_dict(own)
         return block
 
+    def _weighted(self, windows: Tensor, streams: int) -> Calibration:
+        """Return this process's share of the windows that moments are taken on, each token with its weight."""
+        calibration = self._embed(self.team.share(windows), streams)
+        weights = token_weights(windows, self.config.rarity_exponent)
+        if weights is not None:
+            calibration.weights = self.team.share(weights).split(self._batch_size(windows.shape[1]))
+        return calibration
+
     def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
         with self.watch.stage("embed"):
             limit = self.config.max_host_memory
             hidden = HiddenStates(None if limit is None else limit // streams)
-            fitting = TOKENS_PER_BATCH[self.device.type]
-            if self.config.batch_size:  # of the text's windows; a batch of shorter ones holds as many tokens
-                fitting = self.config.batch_size * self.text.windows.shape[1]
-            return self.source.blocks.embed(windows, max(1, fitting // windows.shape[1]), hidden)
+            return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
+
+    def _batch_size(self, seq_len: int) -> int:
+        """Return how many windows of a length run at once."""
+        fitting = TOKENS_PER_BATCH[self.device.type]
+        if self.config.batch_size:  # of the text's windows; a batch of shorter ones holds as many tokens
+            fitting = self.config.batch_size * self.text.windows.shape[1]
+        return max(1, fitting // seq_len)
 
     def _prefix(self, index: int) -> str:
         return f"{self.source.blocks.prefix}.{index}."

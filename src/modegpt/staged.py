@@ -56,7 +56,7 @@ def measure_and_compress(
         stream = dense if outcome is None else None
         with watch.stage("moments"):
             if stream is not None and "mlp" not in modules:
-                with record_moments(block, source.architecture, source.dims, moments):
+                with record_moments(block, source.architecture, source.dims, moments, stream.weights):
                     advance(block, index, stream, device)
             else:
                 if stream is not None:
@@ -93,7 +93,7 @@ def _measure(
     if "mlp" not in modules:
         idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
     with ExitStack() as stack:
-        stack.enter_context(record_moments(block, architecture, source.dims, moments))
+        stack.enter_context(record_moments(block, architecture, source.dims, moments, calibration.weights))
         # What these would give is read by nothing; without it, a block with a plain MLP gives its middle.
         stack.enter_context(at_rest(block, idle))
         for batch, output in enumerate(run_block(block, index, calibration, device)):
