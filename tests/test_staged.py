@@ -183,9 +183,11 @@ def test_with_the_down_projection_at_rest_the_target_is_the_drift_and_what_the_m
     hook = block.get_submodule(architecture.down).register_forward_pre_hook(lambda _m, inputs: states.append(inputs[0]))
     outputs = list(run_block(block, 0, calibration, CPU))
     hook.remove()
-    z = torch.cat([each.flatten(0, -2) for each in states]).double()
+    assert calibration.weights is not None
+    roots = torch.cat([each.flatten() for each in calibration.weights])[:, None].sqrt()
+    z = roots * torch.cat([each.flatten(0, -2) for each in states])
     lacking = (target - output for target, output in zip(targets, outputs, strict=True))
-    r = torch.cat([each.flatten(0, -2) for each in lacking]).double()
+    r = roots * torch.cat([each.flatten(0, -2) for each in lacking])
     layout = Layout.dense(architecture, source.dims)
     down = layout.narrowed(outcome.layer).read(plain).down
     assert down is not None

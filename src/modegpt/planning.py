@@ -78,8 +78,8 @@ def estimate(
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
-    # Half of the rest is written by the model, which runs each token once for each that follows it in its continuation.
-    n_written = (n_tokens - config.samples * config.seq_len) / 2 * (LENGTH - 1) / 2
+    # The model writes the rest, and runs each token once for each that follows it in its continuation.
+    n_written = (n_tokens - config.samples * config.seq_len) * (LENGTH - 1) / 2
     plain = source.architecture.plain_mlp
     streams = 2 if config.feedback_share and plain else 1
     n_passes = 1 + streams + (solver_of("mlp", config).late and not plain)
