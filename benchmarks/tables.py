@@ -87,7 +87,7 @@ def other_text() -> str:
     return (
         f"**The same, calibrated on another text.** {_solver_table(data)}\n\n"
         f"In this run compressing took {seconds['best'] / seconds['paper']:.2f} times as long with `best` as with "
-        f"`paper`, {seconds['best']:.0f} s on one thread."
+        f"`paper`, {seconds['best']:.0f} s ({data['machine']['processor']}, threads: {data['machine']['threads']})."
     )
 
 
