@@ -9,6 +9,7 @@ even the dense model is lost (perplexity 77.0 in place of what this gives). Noth
     python benchmarks/gemma3.py --data FOLDER
 """
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import modegpt
-from common import parser, save, wikitext
+from common import finished, parser, save, wikitext
 from modegpt.models import open_model, open_tokenizer
 
 SPARSITIES, SOLVERS = (0.1, 0.2, 0.3), ("paper", "best")
@@ -42,7 +43,7 @@ def begun(tokens: torch.Tensor, n_windows: int, tokenizer: Any) -> torch.Tensor:
 
 
 def main() -> None:
-    """Compress with both sets of solvers at every sparsity, and measure each."""
+    """Compress with both sets of solvers at every sparsity, and measure each that is not in the result file yet."""
     options = parser(__doc__, "gemma3.json").parse_args()
     dense, tokenizer = open_dense(options.model)
     valid, test = wikitext(options, tokenizer)
@@ -52,31 +53,32 @@ def main() -> None:
         # One window at a time: its logits over 262,144 tokens take half a gigabyte.
         return {"perplexity": modegpt.perplexity(model, held_out, SEQ_LEN, EVAL_WINDOWS, batch_size=1).perplexity}
 
-    rows: list[dict[str, Any]] = [{"solver": "dense", "sparsity": 0.0, **measure(dense)}]
-    print(rows[0], flush=True)
-    for sparsity in SPARSITIES:
-        for solver in SOLVERS:
-            config = modegpt.CompressionConfig(sparsity=sparsity, solver=solver, samples=SAMPLES, seq_len=SEQ_LEN)
-            model = modegpt.compress(dense, windows, config)
-            report = model.modegpt_report
-            row = {
-                "solver": solver,
-                "sparsity": sparsity,
-                **measure(model),
-                "achieved": report["sparsity"],
-                "ranks": report["layers"][0]["ranks"],
-                "warnings": report["warnings"],
-                "seconds": report["seconds"]["total"],
-            }
-            rows.append(row)
-            print(row, flush=True)
-            protocol = {
-                "allocation": "uniform",
-                "dtype": "float32",
-                "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN - 1} tokens, each behind <bos>",
-                "evaluation": f"wiki.test.raw, first {EVAL_WINDOWS} x {SEQ_LEN - 1} tokens, each behind <bos>",
-            }
-            save(options.json, {"model": Path(options.model or MODEL).name, "protocol": protocol, "rows": rows})
+    protocol = {
+        "allocation": "uniform",
+        "dtype": "float32",
+        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN - 1} tokens, each behind <bos>",
+        "evaluation": f"wiki.test.raw, first {EVAL_WINDOWS} x {SEQ_LEN - 1} tokens, each behind <bos>",
+    }
+    about = {"model": Path(options.model or MODEL).name, "protocol": protocol}
+    rows = finished(options.json, about) or [{"solver": "dense", "sparsity": 0.0, **measure(dense)}]
+    for sparsity, solver in itertools.product(SPARSITIES, SOLVERS):
+        if any(row["solver"] == solver and row["sparsity"] == sparsity for row in rows):
+            continue
+        config = modegpt.CompressionConfig(sparsity=sparsity, solver=solver, samples=SAMPLES, seq_len=SEQ_LEN)
+        model = modegpt.compress(dense, windows, config)
+        report = model.modegpt_report
+        row = {
+            "solver": solver,
+            "sparsity": sparsity,
+            **measure(model),
+            "achieved": report["sparsity"],
+            "ranks": report["layers"][0]["ranks"],
+            "warnings": report["warnings"],
+            "seconds": report["seconds"]["total"],
+        }
+        rows.append(row)
+        print(row, flush=True)
+        save(options.json, {**about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -100,13 +100,15 @@ def test_every_option_reaches_the_config(tiny_llama_dir: Path, tmp_path: Path, s
     wanted = {
         "sparsity": 0.5, "samples": 3, "seq_len": 32, "sampling": "sequential", "seed": 7, "allocation": "influence",
         "temperature": 0.5, "max_sparsity": 0.9, "modules": "vo,mlp", "solver": "paper",
-        "mlp_solver": "energy", "qk_solver": "logits", "vo_solver": "context", "coverage": 0.5, "feedback": 0.25,
+        "mlp_solver": "energy", "qk_solver": "logits", "vo_solver": "context", "coverage": 0.5, "feedback": False,
         "rarity": 0.125,
         "ridge": 0.5, "dtype": "bfloat16", "device": "cpu", "batch_size": 2, "max_host_memory": 1000, "round_to": 2,
         "owl_threshold": 4.0, "owl_lambda": 0.1,
     }  # fmt: skip
     assert wanted.keys() | {"plan"} == CompressionConfig().as_dict().keys()
-    options = [part for name, value in wanted.items() for part in (f"--{name.replace('_', '-')}", value)]
+    given = {name: value for name, value in wanted.items() if name != "feedback"}
+    options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    options.append("--no-feedback")
     out = tmp_path / "a"
     result = modegpt(
         "compress", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *options, "--json", "-"

@@ -180,32 +180,24 @@ def test_each_module_takes_the_solver_it_was_given():
     assert mixed["mlp"] not in (paper["mlp"], best["mlp"])
 
 
-def test_feedback_takes_back_drift_from_the_second_layer_on():
+def test_feedback_brings_the_model_nearer_to_the_dense_one():
     model = tiny_llama()
 
     def run(**settings: object) -> LlamaForCausalLM:
         config = CompressionConfig(sparsity=0.25, modules=("mlp",), **settings)
         return modegpt.compress(model, windows(), config)
 
-    default, half, none = run(), run(feedback=0.5), run(feedback=0)
-
-    def same(left: LlamaForCausalLM, right: LlamaForCausalLM, tolerance: float) -> list[bool]:
-        pairs = zip(left.model.layers, right.model.layers, strict=True)
-        downs = [(a.mlp.down_proj.weight, b.mlp.down_proj.weight) for a, b in pairs]
-        return [torch.allclose(a, b, rtol=0, atol=tolerance * a.abs().max().item()) for a, b in downs]
-
-    assert same(default, half, 0) == [True, True, True]
-    # The first layer's input has not drifted, and its own MLP is all that was cut. Its drift is the difference of two
-    # float32 sums, so not quite zero; that of the others is some percent of the weights.
-    assert same(default, none, 1e-5) == [True, False, False]
+    default, fed, alone = run(), run(feedback=True), run(feedback=False)
+    pairs = zip(default.state_dict().values(), fed.state_dict().values(), strict=True)
+    assert all(torch.equal(left, right) for left, right in pairs)
     ids = windows(2)
     with torch.no_grad():
         dense = model.model(ids).last_hidden_state
-        drifts = [(each.model(ids).last_hidden_state - dense).norm() for each in (half, none)]
+        drifts = [(each.model(ids).last_hidden_state - dense).norm() for each in (fed, alone)]
     assert drifts[0] < drifts[1]
-    assert CompressionConfig(solver="paper").feedback_share == 0
-    assert CompressionConfig(solver="paper", mlp_solver="energy").feedback_share == 0.5
-    assert CompressionConfig(modules=("qk",)).feedback_share == 0
+    assert not CompressionConfig(solver="paper").feeds_back
+    assert CompressionConfig(solver="paper", mlp_solver="energy").feeds_back
+    assert not CompressionConfig(modules=("qk",)).feeds_back
 
 
 def test_best_adds_coverage_and_paper_does_not():
@@ -230,7 +222,8 @@ def test_dead_neurons_are_dropped_first_and_reported():
         model.model.layers[0].mlp.up_proj.weight[:12] = 0
     compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, modules=("mlp",)))
     report = compressed.modegpt_report
-    assert report["layers"][0]["error"]["mlp"] == pytest.approx(0, abs=1e-6)  # nothing that spoke was dropped
+    # Nothing that spoke was dropped: what is left is the root of the float32 rounding of sums, 2^-24.
+    assert report["layers"][0]["error"]["mlp"] < 2**-12
     assert any("layer 0, mlp: 12 neurons are zero" in warning for warning in report["warnings"])
 
 
@@ -250,8 +243,7 @@ def test_dead_neurons_are_dropped_first_and_reported():
         ({"mlp_solver": "cr"}, "mlp_solver 'cr' is unknown; allowed: leverage, energy"),
         ({"qk_solver": "svd"}, "qk_solver 'svd' is unknown; allowed: cr, logits"),
         ({"vo_solver": "best"}, "vo_solver 'best' is unknown; allowed: svd, context"),
-        ({"feedback": -0.1}, r"feedback -0\.1 is outside \[0, 1\]"),
-        ({"feedback": 0.5, "solver": "paper"}, "feedback needs the MLP solver 'saliency' or 'energy'"),
+        ({"feedback": True, "solver": "paper"}, "feedback needs the MLP solver 'saliency' or 'energy'"),
         ({"rarity": -0.5}, r"rarity -0\.5 is outside \[0, 1\]"),
         ({"coverage": 1.5}, r"coverage 1\.5 is outside \[0, 1\]"),
         ({"coverage": float("nan")}, "coverage nan is outside"),

@@ -122,7 +122,7 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
     )  # fmt: skip
     dense = LlamaForCausalLM(config).eval()
     windows = torch.randint(64, (12, 16), generator=torch.Generator().manual_seed(1))
-    settings = {"batch_size": 4, "solver": solver, "feedback": 0.0 if solver == "best" else None, "coverage": 0.0}
+    settings = {"batch_size": 4, "solver": solver, "feedback": False, "coverage": 0.0}
     run = prepare(dense, windows, CompressionConfig(sparsity=0.3, allocation="error", **settings), None, None)
     scores = run.scores()
     seen, held = hold_out(windows, 1)

@@ -9,7 +9,7 @@ from modegpt.blocks import ModelBlocks, run_block
 from modegpt.config import CompressionConfig
 from modegpt.errors import NumericalError
 from modegpt.hidden_states import HiddenStates
-from modegpt.moments import SHAPES, BlockMoments, record_moments
+from modegpt.moments import GATES_EVERY, SHAPES, BlockMoments, record_moments
 from modegpt.surgery import needed_moments
 
 DIMS = Dimensions(n_layers=1, d_model=8, d_int=6, d_head=4, n_heads=4, n_kv_heads=2, rotary_dim=4)
@@ -20,7 +20,8 @@ COLUMNS = {
     "value": slice(30, 38),
     "context": slice(38, 54),
 }
-SUMS = [name for name in SHAPES if name not in ("logits", "mlp_target")]
+TARGETS = ("mlp_target", "target_sum", "target_energy")
+SUMS = [name for name in SHAPES if name not in ("logits", "gate", *TARGETS)]
 """What `update` takes."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """Products are float32: each of a few dozen terms carries a relative rounding of 2^-24."""
@@ -69,15 +70,31 @@ def test_only_the_moments_that_were_asked_for_are_taken():
     assert bool((moments["mlp"] == 6).all())
 
 
-def test_drift_pairs_each_tokens_mlp_input_with_what_its_output_lacks():
+@pytest.mark.parametrize("every", [1, 2])
+def test_targets_are_paired_with_each_tokens_mlp_input(every):
     torch.manual_seed(3)
-    moments = BlockMoments.zeros(DIMS, ["mlp", "mlp_target"])
-    inputs, lacking = torch.randn(2, 3, 5, 6), torch.randn(2, 3, 5, 8)
-    for z, r in zip(inputs, lacking, strict=True):
+    moments = BlockMoments.zeros(DIMS, ["mlp", *TARGETS], every=every)
+    inputs, wanted = torch.randn(2, 3, 5, 6), torch.randn(2, 3, 5, 8)
+    for z, y in zip(inputs, wanted, strict=True):
         moments.update("mlp", z)
-        moments.update_target(r)
-    expected = inputs.double().reshape(-1, 6).T @ lacking.double().reshape(-1, 8)
-    torch.testing.assert_close(moments["mlp_target"], expected, **CLOSE)
+        moments.update_target(y)
+    # Every so manieth token of each batch.
+    z, y = (x.double().flatten(1, 2)[:, ::every].flatten(0, 1) for x in (inputs, wanted))
+    expected = {"mlp": z.T @ z, "mlp_target": z.T @ y, "target_sum": y.sum(0), "target_energy": y.square().sum()}
+    for name, total in expected.items():
+        torch.testing.assert_close(moments[name], total, **CLOSE)
+
+
+def test_gates_are_what_the_activations_hold_beside_the_up_projection():
+    torch.manual_seed(4)
+    moments = BlockMoments.zeros(DIMS, ["gate"], every=2)
+    a, u = torch.randn(3, 7, 6), torch.randn(3, 7, 6)
+    u[0, 0, 0] = 0  # then the gate cannot be told, and counts as closed
+    moments.update_gates(a * u, u)
+    a[0, 0, 0] = 0
+    some = a.flatten(0, 1)[:: 2 * GATES_EVERY]
+    assert moments["gate"].dtype == torch.float32
+    torch.testing.assert_close(moments["gate"], some.T @ some, **CLOSE)
 
 
 def test_split_batches_merge_to_the_same_bits():
@@ -167,7 +184,7 @@ def test_a_token_of_weight_n_counts_as_n_tokens(make):
     block = blocks.peek(0, torch.device("cpu"))
     windows, copies = torch.randint(50, (3, 8)), torch.tensor([1, 2, 3])
     weights = copies.double()[:, None].expand(3, 8)
-    names = ("mlp", "mlp_sum", "mlp_target", "context", "context_sum", "logits" if make is llama else "query_moment")
+    names = ("mlp", "mlp_sum", *TARGETS, "context", "context_sum", "logits" if make is llama else "query_moment")
 
     def taken(windows: torch.Tensor, weights: torch.Tensor | None) -> BlockMoments:
         calibration = blocks.embed(windows, 2, HiddenStates())

@@ -7,22 +7,26 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+import modegpt
 from conformance.families import FAMILIES, Family, tokens
-from modegpt import attention_logits
+from modegpt import attention_logits, staged
 from modegpt.architectures.access import Layout
-from modegpt.at_rest import at_rest, attention_at_rest
+from modegpt.at_rest import at_rest
 from modegpt.attention_logits import FIRST, QUERIES, record_logits
 from modegpt.blocks import run_block
 from modegpt.config import CompressionConfig
-from modegpt.decompose.energy import take_back
+from modegpt.decompose.asymmetric import asymmetric_refit
+from modegpt.decompose.fold import folded_up
+from modegpt.decompose.nystrom import refit
+from modegpt.decompose.saliency import saliencies
 from modegpt.distributed import join_team
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
-from modegpt.moments import BlockMoments, record_moments
+from modegpt.moments import GATES_EVERY, BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
-from modegpt.solvers.mlp import DRIFT_RIDGE
-from modegpt.staged import measure_and_compress
+from modegpt.solvers.mlp import FOLD_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
+from modegpt.staged import EVERY, BlockCompressor
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.token_weights import token_weights
 
@@ -65,17 +69,22 @@ def idle(architecture) -> list[str]:
     return [*architecture.up, architecture.down, f"{architecture.attention}.{architecture.output}"]
 
 
-def staged(source, calibration, ranks, config, dense=None):
-    block, _calibration, outcome = halfway(source, calibration, ranks, config, dense)
+def compressed(source, calibration, ranks, config, dense=None):
+    block, _middle, _on, outcome = halfway(source, calibration, ranks, config, dense)
     return block, outcome
 
 
 def halfway(source, calibration, ranks, config, dense=None):
-    """The compressed block, and the hidden states behind its attention, or None where the block must run whole."""
+    """The compressed block, whether its second half alone is to run, what hands it on, and what was done."""
     block, calibration = source.blocks.take(0, CPU), calibration.copy()
-    team, watch = join_team(CPU), Stopwatch(CPU)
-    outcome, in_middle = measure_and_compress(block, 0, calibration, ranks, source, config, CPU, team, watch, dense)
-    return block, calibration if in_middle else None, outcome
+    compressor = BlockCompressor(source, config, CPU, join_team(CPU), Stopwatch(CPU))
+    outcome, middle = compressor.compress(block, 0, calibration, ranks, dense)
+
+    def hand_on():
+        compressor.hand_on(block, 0, calibration, middle)
+        return list(calibration.hidden)
+
+    return block, middle, hand_on, outcome
 
 
 def shifted(calibration):
@@ -111,10 +120,10 @@ def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
     full = {"qk": source.dims.d_head, "vo": source.dims.d_head, "mlp": source.dims.d_int}
     attention = tuple(module for module in ("qk", "vo") if ranks[module] < full[module])
     assert stages(ranks, source.architecture, source.dims, config) == [attention, ("mlp",)]
-    block, outcome = staged(source, calibration, ranks, config)
+    block, outcome = compressed(source, calibration, ranks, config)
 
     # The same in two calls: a block whose attention alone is cut, then the MLP on what that block computes.
-    by_hand, first = staged(source, calibration, {**ranks, "mlp": full["mlp"]}, config)
+    by_hand, first = compressed(source, calibration, {**ranks, "mlp": full["mlp"]}, config)
     needed = needed_moments(("mlp",), by_hand, source.architecture, source.dims, config)
     moments = moments_of(source, by_hand, calibration, needed)
     second = compress_block(
@@ -125,7 +134,7 @@ def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
     assert all(torch.equal(left, right) for (_name, left), right in pairs)
 
     # And it is not what the dense block's moments give.
-    alone, _ = staged(source, calibration, {**full, "mlp": ranks["mlp"]}, config)
+    alone, _ = compressed(source, calibration, {**full, "mlp": ranks["mlp"]}, config)
     down = source.architecture.down
     assert not torch.equal(alone.get_submodule(down).weight, block.get_submodule(down).weight)
 
@@ -136,9 +145,9 @@ def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Fami
     config, ranks = CompressionConfig(solver="best"), family.ranks()[0]
     dense = shifted(calibration)
     targets = list(run_block(source.blocks.peek(0, CPU), 0, dense, CPU))
-    on_dense, _ = staged(source, dense, ranks, config)
-    on_compressed, _ = staged(source, calibration, ranks, config)
-    both, _ = staged(source, calibration, ranks, config, dense)
+    on_dense, _ = compressed(source, dense, ranks, config)
+    on_compressed, _ = compressed(source, calibration, ranks, config)
+    both, _ = compressed(source, calibration, ranks, config, dense)
     assert all(torch.equal(left, right) for left, right in zip(dense.hidden, targets, strict=True))
     output = f"{source.architecture.attention}.{source.architecture.output}.weight"
     weights = [each.get_parameter(output) for each in (both, on_dense, on_compressed)]
@@ -149,55 +158,111 @@ def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Fami
     assert not torch.equal(both.get_submodule(down).weight, on_dense.get_submodule(down).weight)
 
 
+@pytest.mark.parametrize(
+    ("room", "limit"), [(0, None), (2**30, 10**9), (2**30, None)], ids=["no room", "short of memory", "kept"]
+)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@by_name(SEQUENTIAL)
-def test_the_second_half_of_a_block_gives_what_the_whole_block_gives(family: Family, dtype: str):
+@by_name(WITH_MLP)
+def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: str, beside, room, limit, monkeypatch):
     source, calibration = opened(family)
-    config = CompressionConfig(solver="best", dtype=dtype)
-    block, middle, _outcome = halfway(source, calibration, family.ranks()[0], config)
-    assert (middle is not None) == source.architecture.plain_mlp
+    plain, parallel = source.architecture.plain_mlp, source.architecture.parallel
+    if beside and not plain:
+        pytest.skip("what such an MLP adds is not in the space of the drift, so nothing runs beside it")
+    monkeypatch.setattr(staged, "KEPT_BYTES", room)
+    config = CompressionConfig(solver="best", dtype=dtype, max_host_memory=limit)
+    dense = shifted(calibration) if beside else None
+    block, middle, hand_on, _outcome = halfway(source, calibration, family.ranks()[0], config, dense)
+    assert (middle is not None) == (plain and not parallel)
+    assert middle is None or (middle.activations is not None) == (beside and room > 0 and limit is None)
     rounded_tensors(block, getattr(torch, dtype))
     whole = list(run_block(block, 0, calibration, CPU))
-    if middle is not None:
-        with attention_at_rest(block, source.architecture):
-            half = list(run_block(block, 0, middle, CPU))
-        assert all(torch.equal(left, right) for left, right in zip(half, whole, strict=True))
+    assert all(torch.equal(left, right) for left, right in zip(hand_on(), whole, strict=True))
     again = list(run_block(block, 0, calibration, CPU))
     assert all(torch.equal(left, right) for left, right in zip(again, whole, strict=True))
     assert not any("forward" in vars(module) for module in block.modules())
+    assert not hooks_of(block)
 
 
 @by_name(PLAIN)
-def test_with_the_down_projection_at_rest_the_target_is_the_drift_and_what_the_mlp_adds(family: Family):
+def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family: Family):
     source, calibration = opened(family)
-    dense = shifted(calibration)
-    targets = list(run_block(source.blocks.peek(0, CPU), 0, dense, CPU))
-    ranks = {**family.full_ranks()[0], "mlp": 10}
-    fed, _ = staged(source, calibration, ranks, CompressionConfig(solver="best"), dense)
-    assert all(torch.equal(left, right) for left, right in zip(dense.hidden, targets, strict=True))
-    plain, outcome = staged(source, calibration, ranks, CompressionConfig(solver="best", feedback=0.0))
-
-    # By hand, from whole passes: the states of the MLP, and what the block's output lacks.
-    block, architecture = source.blocks.peek(0, CPU), source.architecture
-    states: list[torch.Tensor] = []
-    hook = block.get_submodule(architecture.down).register_forward_pre_hook(lambda _m, inputs: states.append(inputs[0]))
-    outputs = list(run_block(block, 0, calibration, CPU))
-    hook.remove()
-    assert calibration.weights is not None
-    roots = torch.cat([each.flatten() for each in calibration.weights])[:, None].sqrt()
-    z = roots * torch.cat([each.flatten(0, -2) for each in states])
-    lacking = (target - output for target, output in zip(targets, outputs, strict=True))
-    r = roots * torch.cat([each.flatten(0, -2) for each in lacking])
+    dense, architecture = shifted(calibration), source.architecture
+    before = dense.copy()
+    block, rank = source.blocks.peek(0, CPU), 10
     layout = Layout.dense(architecture, source.dims)
-    down = layout.narrowed(outcome.layer).read(plain).down
-    assert down is not None
-    kept = kept_neurons(layout.read(block), layout.narrowed(outcome.layer).read(plain))
-    expected = down.weight + 0.5 * take_back(z.T @ z, z.T @ r, kept, DRIFT_RIDGE)
-    corrected = layout.narrowed(outcome.layer).read(fed).down
-    assert corrected is not None
-    assert not torch.equal(corrected.weight, down.weight)
+    fed, outcome = compressed(
+        source, calibration, {**family.full_ranks()[0], "mlp": rank}, CompressionConfig(solver="best"), dense
+    )
+    assert calibration.weights is not None
+    weights = torch.cat([each.flatten() for each in calibration.weights])[:, None]
+
+    # By hand: of the dense model's states, every second token of each batch; of these, every fourth for the gates.
+    batches = Passed(block, architecture, before, weights)
+    assert all(torch.equal(left, right) for left, right in zip(dense.hidden, batches.outputs, strict=True))
+    dense_weights, narrow = layout.read(block), layout.narrowed(outcome.layer).read(fed)
+    assert dense_weights.down is not None
+    down = dense_weights.down.weight.double()
+    z, some = batches.every(EVERY)
+    moment = (some * z).T @ z
+    if dense_weights.down.bias is not None:
+        mean = (some * z).sum(0) / some.sum()
+        moment = moment - some.sum() * torch.outer(mean, mean)
+    kept = saliencies(moment, down, SALIENCY_RIDGE).argsort(descending=True)[:rank].sort().values
+    assert torch.equal(kept_neurons(dense_weights, narrow), kept)
+    if len(narrow.ups) == 2:
+        z, some = batches.every(EVERY * GATES_EVERY)
+        hidden, (module, rows) = [], layout.ups(block)[1]
+        hook = module.register_forward_hook(lambda _m, _i, output: hidden.append(output[..., rows]))
+        list(run_block(block, 0, before, CPU))
+        hook.remove()
+        u = torch.cat([each.flatten(0, -2)[:: EVERY * GATES_EVERY] for each in hidden]).double()
+        gates = (some * z / u).T @ (z / u)
+        refitted = refit(moment, down, kept, RIDGE)[0]
+        up = dense_weights.ups[1].weight.double()
+        expected = folded_up(gates, up, down, kept, refitted, FOLD_RIDGE)
+        # float32 moments, and a float32 solve with a condition number of ten or so.
+        torch.testing.assert_close(narrow.ups[1].weight.double(), expected, rtol=1e-3, atol=1e-5)
+        assert not torch.allclose(narrow.ups[1].weight.double(), up[kept], rtol=1e-3, atol=1e-5)
+
+    # The target is all that the block's output lacks of the dense model's when its MLP adds nothing.
+    lazy = Passed(fed, architecture, calibration, weights, rest=[architecture.down])
+    z, _ = lazy.every(1)
+    pairs = zip(dense.hidden, lazy.outputs, strict=True)
+    y = torch.cat([(target - output).flatten(0, -2) for target, output in pairs]).double()
+    prior, bias = down[:, kept], dense_weights.down.bias
+    if bias is not None:
+        means = (weights * z).sum(0) / weights.sum(), (weights * y).sum(0) / weights.sum()
+        z, y = z - means[0], y - means[1]
+    roots = weights.sqrt()
+    energy = (weights * y.square()).sum()
+    expected = asymmetric_refit((weights * z).T @ z, (weights * z).T @ y, energy, prior, TARGET_RIDGE)
+    assert narrow.down is not None
     # float32 products of states and residuals of size ten, 100 tokens.
-    torch.testing.assert_close(corrected.weight.double(), expected.double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(narrow.down.weight.double(), expected.weight, rtol=1e-3, atol=1e-4)
+    error = (roots * (y - z @ expected.weight.T)).norm() / (roots * y).norm()
+    assert outcome.error["mlp"] == pytest.approx(error.item(), rel=1e-3)
+    if bias is not None and narrow.down.bias is not None:
+        torch.testing.assert_close(
+            narrow.down.bias.double(), means[1] - expected.weight @ means[0], rtol=1e-3, atol=1e-3
+        )
+
+
+class Passed:
+    """What a block gives, and what its down projection reads, of every batch."""
+
+    def __init__(self, block, architecture, calibration, weights, rest=()) -> None:
+        self.states: list[torch.Tensor] = []
+        down = block.get_submodule(architecture.down)
+        hook = down.register_forward_pre_hook(lambda _m, inputs: self.states.append(inputs[0].flatten(0, -2)))
+        with at_rest(block, rest):
+            self.outputs = list(run_block(block, 0, calibration, CPU))
+        hook.remove()
+        self.weights = weights.split([len(each) for each in self.states])
+
+    def every(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states and the weights of every so manieth token of each batch, in float64."""
+        return tuple(torch.cat([x[::step] for x in each]).double() for each in (self.states, self.weights))
 
 
 def kept_neurons(dense, narrow) -> torch.Tensor:
@@ -229,7 +294,7 @@ def test_stages_follow_the_solver_of_the_mlp_and_the_kind_of_block(settings, par
 
 
 @by_name(WITH_MLP)
-def test_drift_is_taken_back_where_the_mlp_adds_to_the_residual_stream_as_it_is(family: Family):
+def test_an_mlp_is_refitted_to_the_dense_model_where_it_adds_to_the_residual_stream_as_it_is(family: Family):
     source, calibration = opened(family)
     block = source.blocks.peek(0, CPU)
     before = torch.cat(list(run_block(block, 0, calibration, CPU)))
@@ -240,17 +305,19 @@ def test_drift_is_taken_back_where_the_mlp_adds_to_the_residual_stream_as_it_is(
     # Residuals are of size ten, float32.
     assert torch.allclose(after - before, change.expand_as(after), atol=1e-4) == source.architecture.plain_mlp
 
-    config, ranks = CompressionConfig(solver="best"), {**family.full_ranks()[0], "mlp": 10}
-    plain, _ = staged(source, calibration, ranks, config)
-    fed, _ = staged(source, calibration, ranks, config, shifted(calibration))
-    down = [each.get_submodule(source.architecture.down).weight for each in (plain, fed)]
-    assert torch.equal(*down) != source.architecture.plain_mlp
+    def weights(feedback: bool):
+        config = CompressionConfig(sparsity=0.3, modules=("mlp",), feedback=feedback)
+        return modegpt.compress(family.dense(), tokens(rows=5, length=20), config).state_dict()
+
+    fed, plain = weights(feedback=True), weights(feedback=False)
+    same = all(torch.equal(left, right) for left, right in zip(fed.values(), plain.values(), strict=True))
+    assert same != source.architecture.plain_mlp
 
 
 @by_name([BY_NAME["llama-grouped"], BY_NAME["falcon"]])
 def test_a_block_left_whole_is_not_measured(family: Family):
     source, calibration = opened(family)
-    block, outcome = staged(source, calibration, family.full_ranks()[0], CompressionConfig(solver="best"))
+    block, outcome = compressed(source, calibration, family.full_ranks()[0], CompressionConfig(solver="best"))
     assert outcome.error == {"mlp": 0.0, "qk": 0.0, "vo": 0.0}
     dense = source.blocks.peek(0, CPU)
     for left, right in zip(run_block(block, 0, calibration, CPU), run_block(dense, 0, calibration, CPU), strict=True):

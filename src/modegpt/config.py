@@ -22,9 +22,7 @@ RARITY = 0.25
 """Exponent by which `best` weights tokens (`token_weights.py`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 FEEDING = ("energy", "saliency")
-"""The solvers of the MLP that take drift back."""
-FEEDBACK = 0.5
-"""Share of the drift that they take back: none of it loses more, on text like and unlike the calibration text."""
+"""The solvers of the MLP that can be refitted to the dense model's hidden states."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,10 @@ class CompressionConfig:
     coverage: float | None = None
     """Extra calibration windows that the model writes, as a share of `samples`; None for 0.125 with `best` and none
     with `paper`."""
-    feedback: float | None = None
-    """Share of the drift from the dense model that each refit of a down projection takes back, in [0, 1]; None for
-    0.5, and 0 with the MLP solver `leverage`. Where it is not 0, the dense model runs beside the compressed one, and
-    attention's moments are taken from it."""
+    feedback: bool | None = None
+    """Whether the dense model runs beside the compressed one: attention's moments are then taken from it, neurons are
+    chosen by it, and each MLP is refitted to what makes up for all that its block's output lacks of the dense one.
+    None for yes, and no with the MLP solver `leverage`."""
     rarity: float | None = None
     """A token that occurs `n` times in the calibration windows counts `n^-rarity` in the moments of the MLP and of the
     contexts; None for 0.25 with `best`, and 0, all alike, with `paper`."""
@@ -121,13 +119,11 @@ class CompressionConfig:
                 check_choice(f"{module}_solver", chosen, solvers)
         if self.coverage is not None and not 0 <= self.coverage <= 1:
             raise InputError(f"coverage {self.coverage} is outside [0, 1]: give a share such as 0.25, or 0 for none")
-        if self.feedback is not None and not 0 <= self.feedback <= 1:
-            raise InputError(f"feedback {self.feedback} is outside [0, 1]: give a share such as 0.5, or 0 for none")
         if self.rarity is not None and not 0 <= self.rarity <= 1:
             raise InputError(f"rarity {self.rarity} is outside [0, 1]: give an exponent such as 0.25, or 0 for none")
         if self.feedback and self.solver_of("mlp") not in FEEDING:
             raise InputError(
-                "feedback needs the MLP solver 'saliency' or 'energy': give --mlp-solver saliency, or --feedback 0"
+                "feedback needs the MLP solver 'saliency' or 'energy': give --mlp-solver saliency, or --no-feedback"
             )
         if not self.modules:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
@@ -153,11 +149,9 @@ class CompressionConfig:
         return RARITY if self.solver == "best" else 0.0
 
     @property
-    def feedback_share(self) -> float:
-        """Share of the drift that the MLP's refits take back; 0 where the MLP stays whole."""
-        if "mlp" not in self.modules or self.solver_of("mlp") not in FEEDING:
-            return 0.0
-        return FEEDBACK if self.feedback is None else self.feedback
+    def feeds_back(self) -> bool:
+        """Whether the MLP's refits follow the dense model; not where the MLP stays whole."""
+        return "mlp" in self.modules and self.solver_of("mlp") in FEEDING and self.feedback is not False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""

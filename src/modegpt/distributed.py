@@ -48,7 +48,7 @@ class Team:
         for total in moments.sums.values():
             self.sum_(total)
         device = next(iter(moments.sums.values())).device  # NCCL sums what is on its GPU
-        moments.n_tokens = int(self.sum_(torch.tensor([moments.n_tokens], dtype=torch.float64, device=device)))
+        moments.n_tokens = self.sum_(torch.tensor([moments.n_tokens], dtype=torch.float64, device=device)).item()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add a tensor over all processes, in place.

@@ -21,6 +21,9 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),
     "mlp_sum": lambda d: (d.d_int,),
     "mlp_target": lambda d: (d.d_int, d.d_model),
+    "gate": lambda d: (d.d_int, d.d_int),
+    "target_sum": lambda d: (d.d_model,),
+    "target_energy": lambda d: (),
     "query": lambda d: (d.n_heads, d.d_head),
     "key": lambda d: (d.n_kv_heads, d.d_head),
     "query_moment": lambda d: (d.n_heads, d.d_head, d.d_head),
@@ -34,33 +37,50 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
 """The sums that can be taken. `z` is the input of the down projection, `q k v` are the projections' outputs before the
 rotary embedding, biases included, `u` is the context, the input of the output projection, and `y` is what the MLP would
 have to add for the block's output to be the dense model's. Over all tokens, each times its weight: `mlp = Σ z zᵀ`,
-`mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, and over all heads `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens
-alike, by head: `query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`,
-`value = Σ v vᵀ`; and `logits`, the covariance of the coordinates' shares in the attention logits
-(`decompose.logits`)."""
+`mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, `target_sum = Σ y`, `target_energy = Σ ‖y‖²`, and over all heads
+`context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head: `query = Σ q²`, `key = Σ k²`,
+`query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and `logits`, the covariance of the
+coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP, `gate = Σ a aᵀ` over every
+`GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`."""
 
-WEIGHTED = ("mlp", "context")
+GATES_EVERY = 4
+"""The moment of the gates tells which of them open together: a few thousand tokens are enough (docs/log.md)."""
+
+WEIGHTED = ("mlp", "context", "gate")
 """The sources whose tokens have weights: those that a refit reads. Query-key measures every window's logits alike."""
 
-MEANINGS = {"mlp": "MLP activations", "context": "contexts", "logits": "attention logits"}
+MEANINGS = {
+    "mlp": "MLP activations",
+    "target": "hidden states",
+    "gate": "gates' activations",
+    "context": "contexts",
+    "logits": "attention logits",
+}
 
 
 @dataclass
 class BlockMoments:
-    """The sums over calibration tokens from which a block is decomposed; all float64, unnormalised."""
+    """The sums over calibration tokens from which a block is decomposed; unnormalised, float64 but for the gates'."""
 
     sums: dict[str, Tensor]
     """By the names of `SHAPES`."""
-    n_tokens: int = field(default=0)
+    n_tokens: float = field(default=0)
     """What the weights of all tokens sum to."""
+    every: int = 1
+    """Of the tokens of a batch, every so manieth is counted."""
     roots: Tensor | None = field(default=None, repr=False)
     """`(tokens, 1)` square roots of the weights of the tokens that come next; None where all count alike."""
     _mlp_input: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def zeros(cls, dims: Dimensions, names: Iterable[str], device: torch.device | str = "cpu") -> "BlockMoments":
+    def zeros(
+        cls, dims: Dimensions, names: Iterable[str], device: torch.device | str = "cpu", every: int = 1
+    ) -> "BlockMoments":
         """Return the named moments of no tokens."""
-        return cls({name: torch.zeros(SHAPES[name](dims), dtype=torch.float64, device=device) for name in names})
+        shapes = {name: SHAPES[name](dims) for name in names}
+        kinds = {name: torch.float32 if name == "gate" else torch.float64 for name in names}
+        sums = {name: torch.zeros(shape, dtype=kinds[name], device=device) for name, shape in shapes.items()}
+        return cls(sums, every=every)
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a sum."""
@@ -74,7 +94,7 @@ class BlockMoments:
             states: `(..., width)`: what the down projection reads, what a projection gives, heads side by side, or
                 what the output projection reads. Cost: `2·d_int²` operations a token for `mlp`.
         """
-        x = states.flatten(0, -2).float()
+        x = states.flatten(0, -2)[:: self.every].float()
         if self.roots is not None and source in WEIGHTED:
             x = self.roots * x
         if source == "mlp" and "mlp_target" in self.sums:
@@ -90,11 +110,27 @@ class BlockMoments:
                 heads = x.unflatten(-1, (len(total), -1)).transpose(0, 1)
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
 
+    def update_gates(self, activations: Tensor, up: Tensor) -> None:
+        """Add some tokens' gates `a = z / u`, from `(..., d_int)` `z` and `u`. Cost: `d_int²/2` operations a token."""
+        step = self.every * GATES_EVERY
+        z, u = (states.flatten(0, -2)[::step].float() for states in (activations, up))
+        a = torch.where(u != 0, z / u, 0)
+        if self.roots is not None:
+            a = self.roots[::GATES_EVERY] * a
+        self.sums["gate"] += a.mT @ a
+
     def update_target(self, wanted: Tensor) -> None:
         """Add `(..., d_model)` targets of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
         assert self._mlp_input is not None
-        wanted = wanted.flatten(0, -2).float()
-        self.sums["mlp_target"] += self._mlp_input.mT @ (wanted if self.roots is None else self.roots * wanted)
+        y = wanted.flatten(0, -2)[:: self.every].float()
+        if self.roots is not None:
+            y = self.roots * y
+        self.sums["mlp_target"] += self._mlp_input.mT @ y
+        if "target_energy" in self.sums:
+            self.sums["target_energy"] += y.square().sum(dtype=torch.float64)
+        if "target_sum" in self.sums:
+            weighted = y if self.roots is None else self.roots * y
+            self.sums["target_sum"] += weighted.sum(0, dtype=torch.float64)
         self._mlp_input = None
 
     def merge(self, other: "BlockMoments") -> None:
@@ -122,7 +158,7 @@ def record_moments(
 ) -> Iterator[None]:
     """While the context is open, every forward of a dense `block` adds its tokens to `moments`.
 
-    Where only the MLP's are asked for, the block's attention may already be a compressed one. `weights` are those of
+    Where only the MLP's are asked for, the block may already be a compressed one. `weights` are those of
     the tokens of each forward, in turn.
     """
     layout = Layout.dense(architecture, dims)
@@ -133,13 +169,18 @@ def record_moments(
         def hook(handle: Any) -> None:
             stack.callback(handle.remove)
 
-        def count(_module: Any, inputs: Any, named: dict[str, Any]) -> None:
+        def begin(_module: Any, inputs: Any, named: dict[str, Any]) -> None:
             states = inputs[0] if inputs else named["hidden_states"]
-            moments.n_tokens += states[..., 0].numel()
+            count: float = len(states[..., 0].flatten()[:: moments.every])
             if coming is not None:
-                moments.roots = next(coming).reshape(-1, 1).sqrt().to(states.device, torch.float32)
+                weights = next(coming).reshape(-1, 1)
+                if moments.every > 1:  # over all tokens they sum to their number, over some of them not
+                    weights = weights[:: moments.every]
+                    count = weights.sum().item()
+                moments.roots = weights.sqrt().to(states.device, torch.float32)
+            moments.n_tokens += count
 
-        hook(block.register_forward_pre_hook(count, with_kwargs=True))
+        hook(block.register_forward_pre_hook(begin, with_kwargs=True))
         roles = [role for role in HEADS if role in sources]
         for module in dict.fromkeys(architecture.projection(block, role) for role in roles):
             held = [role for role in roles if architecture.projection(block, role) is module]
@@ -156,6 +197,12 @@ def record_moments(
                     moments.update(source, inputs[0])
 
                 hook(architecture.projection(block, role).register_forward_pre_hook(add_inputs))
+        if "gate" in sources:
+            up, rows = layout.ups(block)[1]
+            seen: list[Tensor] = []
+            hook(up.register_forward_hook(lambda _m, _i, output: seen.append(output[..., rows])))
+            down = architecture.projection(block, "down")
+            hook(down.register_forward_pre_hook(lambda _m, inputs: moments.update_gates(inputs[0], seen.pop())))
         if "logits" in sources:
             stack.enter_context(record_logits(block, layout, moments.sums["logits"]))
         yield

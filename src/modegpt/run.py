@@ -6,7 +6,6 @@ Section 3.3).
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from .allocation import Allocation, LayerSizes, allocate
-from .at_rest import attention_at_rest
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import MODULES, CompressionConfig
@@ -28,7 +26,7 @@ from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
-from .staged import measure_and_compress
+from .staged import BlockCompressor
 from .surgery import BlockOutcome, rounded_tensors
 from .token_weights import token_weights
 
@@ -202,49 +200,33 @@ class Run:
         """
         config = self.config
         windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
-        feedback = config.feedback_share and self.source.architecture.plain_mlp
+        feedback = config.feeds_back and self.source.architecture.plain_mlp
         calibration = self._weighted(windows, streams=2 if feedback else 1)
-        # The dense model's own hidden states, for the solvers that correct the drift from them.
+        # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
+        compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch)
         outcomes: list[BlockOutcome] = []
         for index in range(self.source.dims.n_layers):
             if (finished := read(index)) is not None:
                 tensors, outcome = finished
                 block = self._restore(index, tensors, outcome, dense)
-                halfway = False
+                middle = None
                 del tensors
             else:
-                block, outcome, halfway = self._compress_block(
-                    blocks, index, calibration, dense, allocation.ranks[index]
-                )
+                with self.watch.stage("load"):
+                    block = blocks.take(index)
+                outcome, middle = compressor.compress(block, index, calibration, allocation.ranks[index], dense)
                 named = rounded_tensors(block, self.out_dtype).items()
                 keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
                 del named
             outcomes.append(outcome)
-            half = attention_at_rest(block, self.source.architecture) if halfway else nullcontext()
             if index + 1 < self.source.dims.n_layers:  # nothing reads what the last block gives
-                with self.watch.stage("forward"), half:
-                    advance(block, index, calibration, self.device)
-            del block, finished
+                with self.watch.stage("forward"):
+                    compressor.hand_on(block, index, calibration, middle)
+            del block, finished, middle
             self._tell("compress", index + 1)
         return outcomes
-
-    def _compress_block(
-        self,
-        blocks: PrefetchedBlocks,
-        index: int,
-        calibration: Calibration,
-        dense: Calibration | None,
-        ranks: dict[str, int],
-    ) -> tuple[nn.Module, BlockOutcome, bool]:
-        source = self.source
-        with self.watch.stage("load"):
-            block = blocks.take(index)
-        outcome, halfway = measure_and_compress(
-            block, index, calibration, ranks, source, self.config, self.device, self.team, self.watch, dense
-        )
-        return block, outcome, halfway
 
     def _restore(
         self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome, dense: Calibration | None

@@ -2,102 +2,211 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from .at_rest import at_rest
+from .architectures.access import Layout
+from .at_rest import at_rest, attention_at_rest
 from .blocks import Calibration, advance, run_block
 from .config import CompressionConfig
 from .distributed import Team
 from .moments import BlockMoments, record_moments
 from .preparation import Source, output_dtype
 from .report import Stopwatch
-from .surgery import BlockOutcome, compress_block, needed_moments, round_weights, stages
+from .surgery import (
+    BlockOutcome,
+    compress_block,
+    cut_modules,
+    needed_moments,
+    refit_down,
+    round_weights,
+    stages,
+)
+
+EVERY = 2
+"""Of the dense model's tokens, every second decides which neurons stay: a quarter of the work of a whole block's
+moments, for a choice that hardly differs (docs/log.md)."""
+KEPT_BYTES = 2**30
+"""Activations of one block's MLP that are kept from the pass that measures to the one that hands on, where they fit."""
 
 
-def measure_and_compress(
-    block: nn.Module,
-    index: int,
-    calibration: Calibration,
-    ranks: dict[str, int],
-    source: Source,
-    config: CompressionConfig,
-    device: torch.device,
-    team: Team,
-    watch: Stopwatch,
-    dense: Calibration | None = None,
-) -> tuple[BlockOutcome, bool]:
-    """Compress a dense block in place, on the hidden states that the blocks before it produce.
+@dataclass
+class Middle:
+    """Says that a calibration holds the residual stream behind a block's attention: the MLP is still to run."""
 
-    The paper's solvers read the dense block. A solver that is `late` reads the MLP's moments from the block whose
-    attention is already compressed, so that the refit makes up for what attention lost. With `dense`, the hidden
-    states of the dense model before this block, it makes up for a share of what all blocks before lost, too. They are
-    advanced here, and where the MLP has a stage of its own, attention's moments are taken in that same pass.
+    activations: list[Tensor] | None = None
+    """What its down projection reads, by batch; None where they were too many to keep."""
 
-    Returns:
-        What was done, and whether `calibration` now holds the hidden states behind the compressed attention: the pass
-        that read the MLP's moments has left them there, and the block's second half is all that is still to run.
-    """
-    outcome, halfway = None, False
-    parts = stages(ranks, source.architecture, source.dims, config) or [()]
-    for modules in parts:
-        halfway = outcome is not None and bool(source.architecture.plain_mlp)
-        if halfway:
-            # All but the MLP is final: what follows it must be what the written weights give.
-            mlp = (*source.architecture.up, source.architecture.down)
-            round_weights(block, output_dtype(config, source), besides=mlp)
-        needed = needed_moments(modules, block, source.architecture, source.dims, config)
-        # What an MLP adds behind a norm or a factor is not in the space of the drift.
-        if dense is not None and "mlp" in modules and source.architecture.plain_mlp:
-            needed = (*needed, "mlp_target")
-        moments = BlockMoments.zeros(source.dims, needed, device)
-        # The dense model's states pass while the block is still the dense one.
-        stream = dense if outcome is None else None
-        with watch.stage("moments"):
-            if stream is not None and "mlp" not in modules:
-                with record_moments(block, source.architecture, source.dims, moments, stream.weights):
-                    advance(block, index, stream, device)
-            else:
-                if stream is not None:
-                    advance(block, index, stream, device)
-                _measure(block, index, calibration, modules, source, moments, device, dense, halfway)
-        team.sum_moments(moments)
+
+@dataclass(frozen=True)
+class BlockCompressor:
+    """Measures and compresses blocks, one after another."""
+
+    source: Source
+    config: CompressionConfig
+    device: torch.device
+    team: Team
+    watch: Stopwatch
+
+    def compress(
+        self,
+        block: nn.Module,
+        index: int,
+        calibration: Calibration,
+        ranks: dict[str, int],
+        dense: Calibration | None = None,
+    ) -> tuple[BlockOutcome, Middle | None]:
+        """Compress a dense block in place, on the hidden states that the blocks before it produce.
+
+        The paper's solvers read the dense block. One that is `late` reads the MLP's moments from the block whose
+        attention is already compressed, so that the refit makes up for what attention lost. With `dense`, the hidden
+        states of the dense model before this block, it makes up for what all blocks before lost, too: these states
+        are advanced here, all that is chosen is chosen by what they give, and the MLP is refitted to what they become.
+
+        Returns:
+            What was done, and whether `calibration` now holds the hidden states behind the compressed attention: then
+            the block's second half is all that is still to run (`hand_on`).
+        """
+        if dense is not None:
+            return self._beside(block, index, calibration, ranks, dense)
+        outcome, middle = None, None
+        for modules in stages(ranks, self.source.architecture, self.source.dims, self.config) or [()]:
+            if outcome is not None and self.source.architecture.plain_mlp:
+                # All but the MLP is final: what follows it must be what the written weights give.
+                mlp = (*self.source.architecture.up, self.source.architecture.down)
+                round_weights(block, output_dtype(self.config, self.source), besides=mlp)
+                middle = Middle()
+            moments = self._moments(modules, block)
+            with self.watch.stage("moments"):
+                self._measure(block, index, calibration, modules, moments, middle)
+            self._summed(moments, index)
+            outcome = self._decide(block, index, ranks, modules, moments, outcome)
+            del moments
+        assert outcome is not None
+        return outcome, middle
+
+    def hand_on(self, block: nn.Module, index: int, calibration: Calibration, middle: Middle | None) -> None:
+        """Replace the hidden states by what the compressed block makes of them."""
+        architecture = self.source.architecture
+        if middle is None:
+            advance(block, index, calibration, self.device)
+        elif middle.activations is None:
+            with attention_at_rest(block, architecture):
+                advance(block, index, calibration, self.device)
+        else:
+            down = architecture.projection(block, "down")
+            for batch, states in enumerate(calibration.hidden):
+                with torch.no_grad():  # a family may run its MLP on all tokens in one row
+                    calibration.hidden[batch] = states.to(self.device) + down(middle.activations[batch]).view_as(states)
+
+    def _beside(
+        self, block: nn.Module, index: int, calibration: Calibration, ranks: dict[str, int], dense: Calibration
+    ) -> tuple[BlockOutcome, Middle | None]:
+        source, dims = self.source, self.source.dims
+        modules = cut_modules(ranks, dims)
+        attention = self._moments([module for module in modules if module != "mlp"], block)
+        gated = ["gate"] if "mlp" in modules and len(source.architecture.up) == 2 else []
+        neurons = self._moments([module for module in modules if module == "mlp"], block, gated, EVERY)
+        with self.watch.stage("moments"), ExitStack() as stack:
+            for moments in (attention, neurons):
+                if moments.sums:
+                    recorder = record_moments(block, source.architecture, dims, moments, dense.weights)
+                    stack.enter_context(recorder)
+            advance(block, index, dense, self.device)
+        self._summed(attention, index)
+        self._summed(neurons, index)
+        outcome = self._decide(block, index, ranks, modules, attention, None, neurons)
+        del attention, neurons
+        if "mlp" not in modules:
+            return outcome, None
+
+        down = source.architecture.down
+        # All but the down projection is final: what it reads must be what the written weights give.
+        round_weights(block, output_dtype(self.config, source), besides=(down,))
+        needed = ["mlp", "mlp_target", "target_energy"]
+        if source.architecture.projection(block, "down").bias is not None:
+            needed += ["mlp_sum", "target_sum"]
+        moments = BlockMoments.zeros(replace(dims, d_int=ranks["mlp"]), needed, self.device)
+        middle = None if source.architecture.parallel else Middle()
+        with self.watch.stage("moments"):
+            self._measure(block, index, calibration, ("mlp",), moments, middle, dense)
+        self._summed(moments, index)
+        with self.watch.stage("decompose"):
+            outcome = refit_down(block, Layout.dense(source.architecture, dims), moments, index, outcome)
+        return outcome, middle
+
+    def _moments(
+        self, modules: Sequence[str], block: nn.Module, more: Sequence[str] = (), every: int = 1
+    ) -> BlockMoments:
+        source = self.source
+        needed = needed_moments(modules, block, source.architecture, source.dims, self.config)
+        return BlockMoments.zeros(source.dims, (*needed, *more), self.device, every)
+
+    def _summed(self, moments: BlockMoments, index: int) -> None:
+        self.team.sum_moments(moments)
         moments.check_finite(index)
-        with watch.stage("decompose"):
-            outcome = compress_block(
-                block, source.architecture, source.dims, moments, ranks, config, source.config, index, modules, outcome
-            )
-        del moments
-    assert outcome is not None
-    return outcome, halfway
 
+    def _decide(
+        self,
+        block: nn.Module,
+        index: int,
+        ranks: dict[str, int],
+        modules: Sequence[str],
+        moments: BlockMoments,
+        before: BlockOutcome | None,
+        ahead: BlockMoments | None = None,
+    ) -> BlockOutcome:
+        source = self.source
+        with self.watch.stage("decompose"):
+            return compress_block(
+                block, source.architecture, source.dims, moments, ranks, self.config, source.config, index, modules,
+                before, ahead,
+            )  # fmt: skip
 
-def _measure(
-    block: nn.Module,
-    index: int,
-    calibration: Calibration,
-    modules: Sequence[str],
-    source: Source,
-    moments: BlockMoments,
-    device: torch.device,
-    dense: Calibration | None,
-    to_middle: bool,
-) -> None:
-    """Add to the moments of some modules; `to_middle` replaces the calibration by what follows the attention."""
-    if not modules:
-        return
-    architecture = source.architecture
-    targets = iter(dense.hidden) if dense is not None and "mlp_target" in moments.sums else None
-    idle = [architecture.down] if architecture.down else []
-    if "mlp" not in modules:
-        idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
-    with ExitStack() as stack:
-        stack.enter_context(record_moments(block, architecture, source.dims, moments, calibration.weights))
-        # What these would give is read by nothing; without it, a block with a plain MLP gives its middle.
-        stack.enter_context(at_rest(block, idle))
-        for batch, output in enumerate(run_block(block, index, calibration, device)):
-            if targets is not None:
-                moments.update_target(next(targets).to(device) - output)
-            if to_middle:
-                calibration.hidden[batch] = output
+    def _measure(
+        self,
+        block: nn.Module,
+        index: int,
+        calibration: Calibration,
+        modules: Sequence[str],
+        moments: BlockMoments,
+        middle: Middle | None,
+        dense: Calibration | None = None,
+    ) -> None:
+        """Add to the moments of some modules.
+
+        With a `middle`, the calibration is replaced by what follows the attention. With `dense`, the dense model's
+        states behind this block, what the output lacks of them is the target of the MLP, whose neurons are chosen.
+        """
+        if not modules:
+            return
+        architecture = self.source.architecture
+        targets = None if dense is None else iter(dense.hidden)
+        idle = [architecture.down] if architecture.down else []
+        if "mlp" not in modules:
+            idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
+        with ExitStack() as stack:
+            stack.enter_context(record_moments(block, architecture, self.source.dims, moments, calibration.weights))
+            if middle is not None and dense is not None and self._fits(calibration, block):
+                kept = middle.activations = []
+                down = architecture.projection(block, "down")
+                stack.callback(down.register_forward_pre_hook(lambda _m, inputs: kept.append(inputs[0])).remove)
+            # What these would give is read by nothing; without it, a block with a plain MLP gives its middle.
+            stack.enter_context(at_rest(block, idle))
+            for batch, output in enumerate(run_block(block, index, calibration, self.device)):
+                if targets is not None:
+                    moments.update_target(next(targets).to(self.device) - output)
+                if middle is not None:
+                    calibration.hidden[batch] = output
+
+    def _fits(self, calibration: Calibration, block: nn.Module) -> bool:
+        """Tell whether the activations of the MLP of all batches may be kept: not where memory is short."""
+        if self.config.max_host_memory is not None:
+            return False
+        states = next(iter(calibration.hidden))
+        weight = self.source.architecture.projection(block, "down").weight
+        width = weight.numel() // self.source.dims.d_model
+        n_tokens = sum(len(each) for each in calibration.hidden) * states.shape[1]
+        return n_tokens * width * weight.element_size() <= KEPT_BYTES

@@ -15,6 +15,7 @@ from .errors import NumericalError
 from .modeling_modegpt import shrink_block, shrink_mlp
 from .moments import BlockMoments
 from .solvers import SOLVERS, Solver, split_rank
+from .solvers.mlp import towards
 
 
 @dataclass
@@ -77,6 +78,7 @@ def compress_block(
     index: int,
     modules: Sequence[str] = MODULES,
     before: BlockOutcome | None = None,
+    ahead: BlockMoments | None = None,
 ) -> BlockOutcome:
     """Decompose modules of one block to `ranks` and shrink the block in place.
 
@@ -91,6 +93,7 @@ def compress_block(
         index: layer number, for messages.
         modules: which to decompose now; the others keep their present size.
         before: what an earlier call did to the block's attention; only `mlp` can then follow.
+        ahead: moments by which the MLP's neurons are chosen and no more; `refit_down` must follow.
 
     Raises:
         NumericalError: a moment is indefinite or not finite; names the layer and the matrix.
@@ -104,8 +107,12 @@ def compress_block(
     for module in modules:
         if ranks[module] == full[module]:
             continue
+        solver = solver_of(module, config)
         try:
-            decision = solver_of(module, config).decide(weights, dims, moments, ranks[module], config)
+            if module == "mlp" and ahead is not None and solver.ahead is not None:
+                decision = solver.ahead(weights, dims, ahead, ranks[module], config)
+            else:
+                decision = solver.decide(weights, dims, moments, ranks[module], config)
         except NotPositiveDefiniteError as problem:
             raise NumericalError(f"layer {index}, {module}: {problem}") from problem
         error[module], pairs = decision.error, decision.pairs if pairs is None else pairs
@@ -130,6 +137,34 @@ def compress_block(
         # The number of a pair is its place in the model's table of cosines, which holds every entry twice.
         rope_index.copy_((rope_index if pairs is None else pairs) * (2 if architecture.interleaved else 1))
     return BlockOutcome(layer, error, repairs)
+
+
+@torch.no_grad()
+def refit_down(
+    block: nn.Module, layout: Layout, moments: BlockMoments, index: int, before: BlockOutcome
+) -> BlockOutcome:
+    """Refit, in place, the down projection of a block that is compressed but for that.
+
+    Args:
+        block: compressed.
+        layout: of the dense block.
+        moments: of the compressed block, with the targets of its MLP.
+        index: layer number, for messages.
+        before: what was done to the block so far.
+
+    Raises:
+        NumericalError: a moment is indefinite or not finite; names the layer.
+    """
+    layout = layout.narrowed(before.layer)
+    weights = layout.read(block)
+    assert weights.down is not None
+    try:
+        decision = towards(weights.down, moments)
+    except NotPositiveDefiniteError as problem:
+        raise NumericalError(f"layer {index}, mlp: {problem}") from problem
+    layout.write(block, replace(weights, **decision.weights))
+    notes = [f"layer {index}, mlp: {note}" for note in decision.notes]
+    return BlockOutcome(before.layer, {**before.error, "mlp": decision.error}, before.repairs + notes)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ from oracles import ERROR_FLOOR, GAUSSIAN_TOLERANCE, ROUNDING, normal, propertie
 from selections import assert_highest_are_kept_and_refitted
 
 from modegpt.decompose import NotPositiveDefiniteError
-from modegpt.decompose.energy import energy, energy_scores, take_back
+from modegpt.decompose.energy import energy, energy_scores
 from modegpt.decompose.nystrom import nystrom
 
 D_INT, D_MODEL = 8, 5
@@ -131,34 +131,3 @@ def test_what_is_not_finite_is_refused(which, bad, rank):
     (moment if which == "moment" else down)[1, 1] = bad
     with pytest.raises(NotPositiveDefiniteError, match="NaN or infinity"):
         energy(moment, down, rank)
-
-
-@properties
-@given(seeds, ranks, st.sampled_from([1e-9, 0.3, 1.0]))
-def test_a_drift_is_taken_back_by_ridge_regression(seed, rank, ridge):
-    z, moment, _ = problem(seed)
-    lacking = normal(seed + 3, len(z), D_MODEL)
-    kept = torch.randperm(D_INT, generator=torch.Generator().manual_seed(seed))[:rank].sort().values
-    change = take_back(moment, z.T @ lacking, kept, ridge)
-    # The ridge as further rows of the regression: sqrt(λ C_ii) of each neuron, with a target of zero.
-    rows = torch.cat((z[:, kept], (ridge * moment.diagonal()[kept]).sqrt().diag()))
-    targets = torch.cat((lacking, torch.zeros(rank, D_MODEL, dtype=torch.float64)))
-    torch.testing.assert_close(change.T, torch.linalg.lstsq(rows, targets).solution, **GAUSSIAN_TOLERANCE)
-    # Whatever share is taken back, the drift on these tokens becomes smaller.
-    for share in (0.5, 1.0):
-        assert (lacking - share * z[:, kept] @ change.T).norm() < lacking.norm()
-
-
-def test_taking_a_drift_back_leaves_its_inputs_alone_and_refuses_what_is_not_finite():
-    z, moment, _ = problem(8)
-    drift = z.T @ normal(9, len(z), D_MODEL)
-    before, kept = (moment.clone(), drift.clone()), torch.tensor([1, 4])
-    take_back(moment, drift, kept, 1.0)
-    assert torch.equal(moment, before[0])
-    assert torch.equal(drift, before[1])
-    dead = moment.clone()
-    dead[1], dead[:, 1] = 0, 0
-    assert not take_back(dead, drift, kept, 1.0)[:, 0].any()
-    drift[2, 2] = float("nan")
-    with pytest.raises(NotPositiveDefiniteError, match="the drift holds NaN or infinity"):
-        take_back(moment, drift, kept, 1.0)

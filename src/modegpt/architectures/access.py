@@ -99,7 +99,7 @@ class Layout:
         """Return the block's weights: views of them where the rows are adjacent, copies elsewhere."""
         architecture = self.architecture
         heads = {role: affine(architecture.projection(block, role)).rows(self.rows(role)) for role in HEADS}
-        ups = tuple(affine(module).rows(rows) for module, rows in self._ups(block))
+        ups = tuple(affine(module).rows(rows) for module, rows in self.ups(block))
         down = affine(architecture.projection(block, "down")) if architecture.down else None
         output = affine(architecture.projection(block, "output"))
         return BlockWeights(**heads, output=output, ups=ups, down=down, norms=self._norms(block))
@@ -110,7 +110,7 @@ class Layout:
         architecture = self.architecture
         for role in HEADS:
             _copy(getattr(weights, role), architecture.projection(block, role), self.rows(role))
-        for (module, rows), up in zip(self._ups(block), weights.ups, strict=True):
+        for (module, rows), up in zip(self.ups(block), weights.ups, strict=True):
             _copy(up, module, rows)
         _copy(weights.output, architecture.projection(block, "output"), slice(None))
         if weights.down is not None:
@@ -132,7 +132,7 @@ class Layout:
             return ()
         return tuple(norm.weight[..., self._coordinates()] for norm in self.architecture.norms(block))
 
-    def _ups(self, block: nn.Module) -> list[tuple[Any, slice]]:
+    def ups(self, block: nn.Module) -> list[tuple[Any, slice]]:
         """Return module and rows of each map into the MLP: one named twice holds two, one after another."""
         names, width = self.architecture.up, self.mlp_width
         before = [names[:index].count(name) for index, name in enumerate(names)]

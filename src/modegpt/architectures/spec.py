@@ -33,7 +33,8 @@ class Architecture:
     by_group: bool = False
     """Whether a fused projection alternates by key head instead: its queries, its key, its value."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Every projection into the MLP's intermediate space, from the block; a fused one is named once for each part."""
+    """Every projection into the MLP's intermediate space, from the block; a fused one is named once for each part. Of
+    two, the first opens the gate and the second is multiplied by it."""
     down: str = "mlp.down_proj"
     """The projection out of it."""
     whole_mlp: str = ""

@@ -30,7 +30,7 @@ HELP = {
     "qk_solver": "Instead of the solver's: cr or logits.",
     "vo_solver": "Instead of the solver's: svd or context.",
     "coverage": "Windows the model writes, per sample; 0.125 with best.",
-    "feedback": "Share of the drift that refits take back; 0.5 with best.",
+    "feedback": "Refit MLPs to the dense model's hidden states, as best does.",
     "rarity": "Tokens that occur n times weigh n^-rarity; 0.25 with best.",
     "ridge": "Lambda of the leverage scores.",
     "dtype": f"Of the written weights: {', '.join(DTYPES)}.",

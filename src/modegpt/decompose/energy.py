@@ -39,27 +39,3 @@ def energy(moment: Tensor, down: Tensor, rank: int, ridge: float = 0.0) -> Nystr
     psd.require_finite(down, "the down projection")
     psd.require_finite(moment, "the moment of the MLP")
     return keep_highest(moment, down, energy_scores(moment, down), rank, ridge)
-
-
-def take_back(moment: Tensor, drift: Tensor, kept: Tensor, ridge: float) -> Tensor:
-    """Return the change of the down projection that best makes up for a drift: `Dᵀ_S (C_SS + λ diag C_SS)⁻¹`.
-
-    It minimises `Σ_t ‖r_t − X z_S,t‖²` plus the ridge, with `r` what the block's output lacks of the dense model's and
-    `D = Σ z rᵀ`: asymmetric least squares, inputs from the compressed model and targets from the dense one.
-
-    Args:
-        moment: `(d_int, d_int)` second moment `C = Σ z zᵀ`, float64.
-        drift: `(d_int, d_model)` cross moment `D`, float64.
-        kept: `(rank,)` neurons that stay.
-        ridge: `λ > 0`, relative to each neuron's own energy.
-
-    Returns:
-        `(d_model, rank)`.
-
-    Raises:
-        NotPositiveDefiniteError: an input is not finite.
-    """
-    psd.require_finite(drift, "the drift")
-    damped = moment[kept][:, kept]
-    damped.diagonal().mul_(1 + ridge)
-    return psd.solve(damped, drift[kept]).x.mT

@@ -112,9 +112,14 @@ def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> Nyst
 
 def keep_highest(moment: Tensor, down: Tensor, scores: Tensor, rank: int, ridge: float = 0.0) -> NystromResult:
     """Keep the `rank` neurons of the highest of `(d_int,)` scores, ties by the lower index, and `refit` to them."""
-    kept = scores.argsort(descending=True, stable=True)[:rank].sort().values
+    kept = highest(scores, rank)
     weight, error, deficiency = refit(moment, down, kept, ridge)
     return NystromResult(kept, weight, error, 0.0, deficiency)
+
+
+def highest(scores: Tensor, rank: int) -> Tensor:
+    """Return the `(rank,)` ascending indices of the highest of `(d_int,)` scores, ties by the lower index."""
+    return scores.argsort(descending=True, stable=True)[:rank].sort().values
 
 
 def _energy(moment: Tensor, weight: Tensor) -> Tensor:

@@ -39,3 +39,5 @@ class Solver:
     """Names the moments it reads, by the sizes and by whether the projection it refits has a bias."""
     late: bool = False
     """Whether its moments are taken after the block's attention has been compressed."""
+    ahead: Decide | None = None
+    """Chooses what stays before that, by moments of the dense model. The refit that follows is `mlp.towards`."""

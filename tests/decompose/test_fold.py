@@ -1,0 +1,67 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import GAUSSIAN_TOLERANCE, normal, properties, seeds, states
+
+from modegpt.decompose import NotPositiveDefiniteError
+from modegpt.decompose.fold import folded_up
+
+D_INT, D_MODEL, RANK = 7, 4, 5
+KEPT = torch.tensor([0, 1, 3, 4, 6])
+ridges = st.sampled_from([1e-9, 0.3, 3.0])
+
+
+def problem(seed):
+    """Gates of 40 tokens, up and down rows, and any new down projection of the kept."""
+    up, down = normal(seed + 1, D_INT, D_MODEL), normal(seed + 2, D_MODEL, D_INT)
+    return states(seed, 40, D_INT), up, down, down[:, KEPT] + 0.1 * normal(seed + 3, D_MODEL, RANK)
+
+
+@properties
+@given(seeds, ridges)
+def test_with_gates_and_inputs_independent_it_is_ridge_regression(seed, ridge):
+    a, up, down, refitted = problem(seed)
+    # Every gate with every input, and inputs of moment C = I: then they are independent, and A ⊗ C is the moment.
+    inputs = torch.eye(D_MODEL, dtype=torch.float64)
+    lost = down.clone()
+    lost[:, KEPT] -= refitted
+    # Output = Σ_i v_i a_i (u_iᵀx) for all pairs of a gate vector and an input, and its derivative by the kept rows.
+    wanted = torch.einsum("mi,ti,ix,nx->tnm", lost, a, up, inputs).flatten()
+    slopes = torch.einsum("mj,tj,nx->tnmjx", refitted, a[:, KEPT], inputs).flatten(0, 2).flatten(1)
+    damping = (ridge * slopes.square().sum(0)).sqrt().diag()
+    rows, targets = torch.cat((slopes, damping)), torch.cat((wanted, torch.zeros(RANK * D_MODEL, dtype=torch.float64)))
+    expected = up[KEPT] + torch.linalg.lstsq(rows, targets[:, None]).solution.view(RANK, D_MODEL)
+    # At a tiny ridge the 20 unknowns of 640 rows have a condition number of some hundreds, squared in the moments.
+    tolerance = GAUSSIAN_TOLERANCE if ridge > 1e-9 else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(folded_up(a.T @ a, up, down, KEPT, refitted, ridge), expected, **tolerance)
+
+
+@properties
+@given(seeds)
+def test_where_nothing_is_lost_nothing_changes(seed):
+    a, up, down, _ = problem(seed)
+    every = torch.arange(D_INT)
+    assert torch.equal(folded_up(a.T @ a, up, down, every, down, 3.0), up)
+    silent = a.clone()
+    silent[:, [2, 5]] = 0  # the two that go never open
+    assert torch.equal(folded_up(silent.T @ silent, up, down, KEPT, down[:, KEPT], 3.0), up[KEPT])
+
+
+def test_a_silent_neuron_keeps_its_row():
+    a, up, down, refitted = problem(2)
+    a[:, 3] = 0
+    new = folded_up(a.T @ a, up, down, KEPT, refitted, 3.0)
+    assert torch.equal(new[2], up[3])
+    assert not torch.equal(new[0], up[0])
+
+
+def test_what_is_not_finite_is_refused_and_inputs_are_left_alone():
+    a, up, down, refitted = problem(5)
+    given_ = [a.T @ a, up, down, refitted]
+    before = [each.clone() for each in given_]
+    folded_up(given_[0], up, down, KEPT, refitted, 3.0)
+    assert all(torch.equal(left, right) for left, right in zip(given_, before, strict=True))
+    given_[0][2, 2] = float("nan")
+    with pytest.raises(NotPositiveDefiniteError, match="the moment of the gates holds NaN or infinity"):
+        folded_up(given_[0], up, down, KEPT, refitted, 3.0)
