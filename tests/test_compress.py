@@ -198,6 +198,7 @@ def test_feedback_brings_the_model_nearer_to_the_dense_one():
     assert not CompressionConfig(solver="paper").feeds_back
     assert CompressionConfig(solver="paper", mlp_solver="energy").feeds_back
     assert not CompressionConfig(modules=("qk",)).feeds_back
+    assert not CompressionConfig(feedback=0).feeds_back  # a zero of a settings file is a no, too
 
 
 def test_best_adds_coverage_and_paper_does_not():

@@ -151,7 +151,8 @@ class CompressionConfig:
     @property
     def feeds_back(self) -> bool:
         """Whether the MLP's refits follow the dense model; not where the MLP stays whole."""
-        return "mlp" in self.modules and self.solver_of("mlp") in FEEDING and self.feedback is not False
+        asked = self.feedback is None or bool(self.feedback)
+        return asked and "mlp" in self.modules and self.solver_of("mlp") in FEEDING
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""

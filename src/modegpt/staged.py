@@ -26,8 +26,8 @@ from .surgery import (
 )
 
 EVERY = 2
-"""Of the dense model's tokens, every second decides which neurons stay: a quarter of the work of a whole block's
-moments, for a choice that hardly differs (docs/log.md)."""
+"""Of the dense model's tokens, every second decides which neurons stay: half of the work for their moment, and a choice
+that is as good (docs/log.md)."""
 KEPT_BYTES = 2**30
 """Activations of one block's MLP that are kept from the pass that measures to the one that hands on, where they fit."""
 
