@@ -209,10 +209,10 @@ def test_best_adds_coverage_and_paper_does_not():
         return modegpt.compress(model, windows(), config).model.layers[0].mlp.down_proj.weight
 
     assert torch.equal(weights(solver="paper"), weights(solver="paper", coverage=0))
-    assert torch.equal(weights(solver="best"), weights(solver="best", coverage=0.125))
+    assert torch.equal(weights(solver="best"), weights(solver="best", coverage=0.1875))
     assert not torch.equal(weights(solver="best"), weights(solver="best", coverage=0))
     assert not torch.equal(weights(solver="paper"), weights(solver="paper", coverage=0.25))
-    assert CompressionConfig(solver="best").coverage_share == 0.125
+    assert CompressionConfig(solver="best").coverage_share == 0.1875
     assert CompressionConfig(solver="best", coverage=0).coverage_share == 0
     assert CompressionConfig(solver="paper").coverage_share == 0
 

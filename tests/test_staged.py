@@ -16,7 +16,7 @@ from modegpt.attention_logits import FIRST, QUERIES, record_logits
 from modegpt.blocks import run_block
 from modegpt.config import CompressionConfig
 from modegpt.decompose.asymmetric import asymmetric_refit
-from modegpt.decompose.fold import folded_up
+from modegpt.decompose.fold import folded_up, own_share
 from modegpt.decompose.nystrom import refit
 from modegpt.decompose.saliency import saliencies
 from modegpt.distributed import join_team
@@ -25,7 +25,7 @@ from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import GATES_EVERY, BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
-from modegpt.solvers.mlp import FOLD_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
+from modegpt.solvers.mlp import FOLD_RIDGE, GATE_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
 from modegpt.staged import EVERY, BlockCompressor
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.token_weights import token_weights
@@ -208,8 +208,7 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
     if dense_weights.down.bias is not None:
         mean = (some * z).sum(0) / some.sum()
         moment = moment - some.sum() * torch.outer(mean, mean)
-    kept = saliencies(moment, down, SALIENCY_RIDGE).argsort(descending=True)[:rank].sort().values
-    assert torch.equal(kept_neurons(dense_weights, narrow), kept)
+    scores, gates = saliencies(moment, down, SALIENCY_RIDGE), None
     if len(narrow.ups) == 2:
         z, some = batches.every(EVERY * GATES_EVERY)
         hidden, (module, rows) = [], layout.ups(block)[1]
@@ -218,6 +217,10 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
         hook.remove()
         u = torch.cat([each.flatten(0, -2)[:: EVERY * GATES_EVERY] for each in hidden]).double()
         gates = (some * z / u).T @ (z / u)
+        scores = scores * own_share(gates, GATE_RIDGE)
+    kept = scores.argsort(descending=True)[:rank].sort().values
+    assert torch.equal(kept_neurons(dense_weights, narrow), kept)
+    if gates is not None:
         refitted = refit(moment, down, kept, RIDGE)[0]
         up = dense_weights.ups[1].weight.double()
         expected = folded_up(gates, up, down, kept, refitted, FOLD_RIDGE)

@@ -107,7 +107,8 @@ def test_scores_are_computed_once_and_models_go(tiny_llama_dir: Path, small_text
     told: list[str] = []
 
     def note(stage: str, done: int, total: int) -> None:
-        told.append(stage)
+        if done:  # 0 says that a stage begins
+            told.append(stage)
 
     call = (tiny_llama_dir, small_text_file, tmp_path / "s")
     first = sweep(*call, [0.3, 0.4], CONFIG, measures(small_text_file), progress=note)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from .architectures.access import Layout
 from .decompose.logits import gram
 
-QUERIES = 12
-"""Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 32 sequences give 384
-queries for a head's few dozen unknowns."""
+QUERIES = 6
+"""Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 38 sequences give 228
+queries for a head's few dozen unknowns. With 12 of them the measuring took 9 % of a run's time (docs/log.md)."""
 
 FIRST = 8
 """The first positions are left out: with so few keys their softmax says little."""

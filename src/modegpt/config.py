@@ -16,7 +16,7 @@ PRESETS = {
 """What each value of `solver` stands for, by module."""
 SOLVERS = {"mlp": ("leverage", "energy", "saliency"), "qk": ("cr", "logits"), "vo": ("svd", "context")}
 """The solvers of each module."""
-COVERAGE = 0.125
+COVERAGE = 0.1875
 """Share of extra calibration windows that `best` lets the model write (`own_text.py`)."""
 RARITY = 0.25
 """Exponent by which `best` weights tokens (`token_weights.py`)."""
@@ -65,7 +65,7 @@ class CompressionConfig:
     vo_solver: str | None = None
     """`svd` or `context`."""
     coverage: float | None = None
-    """Extra calibration windows that the model writes, as a share of `samples`; None for 0.125 with `best` and none
+    """Extra calibration windows that the model writes, as a share of `samples`; None for 0.1875 with `best` and none
     with `paper`."""
     feedback: bool | None = None
     """Whether the dense model runs beside the compressed one: attention's moments are then taken from it, neurons are

@@ -57,6 +57,7 @@ class Writer:
         Raises:
             NumericalError: the model's logits are NaN or infinite.
         """
+        self._done(0, (LENGTH - 1) * self._n_layers)
         own = seq_len - (start is not None)
         rows = max(self._team.size, -(-count * own // LENGTH))
         generator = torch.Generator().manual_seed(seed)

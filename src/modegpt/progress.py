@@ -54,13 +54,16 @@ class ProgressBar:
             self._bar.stop()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Note that `done` of `total` steps of `stage` are finished."""
+        """Note that `done` of `total` steps of `stage` are finished; 0 says that it begins now.
+
+        A stage that does not say so began where the one before it ended.
+        """
         previous, self._now = self._now, time.monotonic()
         if stage != self._stage:
-            self._stage, self._stage_start = stage, previous
+            self._stage, self._stage_start = stage, self._now if done == 0 else previous
             self._bar.reset(self._task, description=stage, total=total)
         self._bar.update(self._task, completed=done, total=total)
-        if not self._console.is_terminal and done < total and self._now - self._last_line >= LINE_EVERY:
+        if not self._console.is_terminal and 0 < done < total and self._now - self._last_line >= LINE_EVERY:
             self._last_line = self._now
-            left = (self._now - self._stage_start) / max(done, 1) * (total - done)
+            left = (self._now - self._stage_start) / done * (total - done)
             print(f"{stage}: {done} of {total}, about {left:.0f} s left", file=sys.stderr, flush=True)

@@ -31,7 +31,8 @@ from .surgery import BlockOutcome, rounded_tensors
 from .token_weights import token_weights
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it."""
+"""Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it: first
+with 0, as the stage begins."""
 
 
 @dataclass
@@ -122,6 +123,7 @@ class Run:
         if scorer is None:
             return None
         calibration = self._embed(self.team.share(self.text.windows))
+        self._tell("scores", 0)
         for index in range(self.source.dims.n_layers):
             with self.watch.stage("load"):
                 block = self.source.blocks.peek(index, self.device)
@@ -149,6 +151,7 @@ class Run:
         n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
         calibration, trial = self._weighted(seen, n_streams), self._embed(held, n_streams)
         tell = functools.partial(self._tell, "scores")
+        tell(0)
         with self.watch.stage("scores"):
             return measure_damages(self.source, self.config, self.team, self.device, calibration, trial, tell)
 
@@ -207,6 +210,7 @@ class Run:
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
         compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch)
         outcomes: list[BlockOutcome] = []
+        self._tell("compress", 0)
         for index in range(self.source.dims.n_layers):
             if (finished := read(index)) is not None:
                 tensors, outcome = finished

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from oracles import GAUSSIAN_TOLERANCE, normal, properties, seeds, states
 
 from modegpt.decompose import NotPositiveDefiniteError
-from modegpt.decompose.fold import folded_up
+from modegpt.decompose.fold import folded_up, own_share
 
 D_INT, D_MODEL, RANK = 7, 4, 5
 KEPT = torch.tensor([0, 1, 3, 4, 6])
@@ -56,12 +56,48 @@ def test_a_silent_neuron_keeps_its_row():
     assert not torch.equal(new[0], up[0])
 
 
+@properties
+@given(seeds, ridges)
+def test_a_gates_own_share_is_what_the_others_cannot_tell_of_it(seed, ridge):
+    a, _, _, _ = problem(seed)
+    # The ridge as more tokens, one for each gate, on which it alone opens. Then plain least squares.
+    tokens = torch.cat((a, (ridge * a.square().sum(0)).sqrt().diag()))
+    left = []
+    for i in range(D_INT):
+        others = tokens[:, [j for j in range(D_INT) if j != i]]
+        x = torch.linalg.lstsq(others, tokens[:, i : i + 1]).solution
+        left.append((tokens[:, i : i + 1] - others @ x).square().sum())
+    expected = torch.stack(left) / tokens.square().sum(0)
+    shares = own_share(a.T @ a, ridge)
+    torch.testing.assert_close(shares, expected, **GAUSSIAN_TOLERANCE)
+    assert (shares <= 1).all()
+    # Cholesky's rounding is relative to each gate's own size, so float32 knows shares of this ridge or more to 1e-4:
+    # some D_INT · 1.2e-7 over a pivot of 0.3 / 1.3, and less where the ridge is larger.
+    if ridge > 1e-9:
+        torch.testing.assert_close(own_share((a.T @ a).float(), ridge).double(), shares, rtol=1e-4, atol=0)
+
+
+def test_a_gate_that_none_resembles_is_its_own_and_one_that_never_opens_has_no_share():
+    a = torch.linalg.qr(normal(8, 40, D_INT)).Q  # orthogonal columns
+    a[:, 2] = a[:, 1]
+    a[:, 5] = 0
+    shares = own_share(a.T @ a, 0.3)
+    torch.testing.assert_close(shares[[0, 3, 4, 6]], torch.ones(4, dtype=torch.float64), **GAUSSIAN_TOLERANCE)
+    assert shares[5] == 0
+    # Of 1.3 the twin tells 1/1.3: the share of a twin is (1.3 − 1/1.3)/1.3 = 1 − 1/1.69.
+    twins = torch.full((2,), 1 - 1 / 1.69, dtype=torch.float64)
+    torch.testing.assert_close(shares[[1, 2]], twins, **GAUSSIAN_TOLERANCE)
+
+
 def test_what_is_not_finite_is_refused_and_inputs_are_left_alone():
     a, up, down, refitted = problem(5)
     given_ = [a.T @ a, up, down, refitted]
     before = [each.clone() for each in given_]
     folded_up(given_[0], up, down, KEPT, refitted, 3.0)
+    own_share(given_[0], 0.3)
     assert all(torch.equal(left, right) for left, right in zip(given_, before, strict=True))
     given_[0][2, 2] = float("nan")
     with pytest.raises(NotPositiveDefiniteError, match="the moment of the gates holds NaN or infinity"):
         folded_up(given_[0], up, down, KEPT, refitted, 3.0)
+    with pytest.raises(NotPositiveDefiniteError, match="the moment of the gates holds NaN or infinity"):
+        own_share(given_[0], 0.3)

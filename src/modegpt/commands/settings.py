@@ -29,7 +29,7 @@ HELP = {
     "mlp_solver": "Instead of the solver's: leverage, energy or saliency.",
     "qk_solver": "Instead of the solver's: cr or logits.",
     "vo_solver": "Instead of the solver's: svd or context.",
-    "coverage": "Windows the model writes, per sample; 0.125 with best.",
+    "coverage": "Windows the model writes, per sample; 0.1875 with best.",
     "feedback": "Refit MLPs to the dense model's hidden states, as best does.",
     "rarity": "Tokens that occur n times weigh n^-rarity; 0.25 with best.",
     "ridge": "Lambda of the leverage scores.",

@@ -66,28 +66,48 @@ def refit(moment: Tensor, down: Tensor, kept: Tensor, ridge: float = 0.0) -> tup
         The `(d_model, rank)` weight, the relative Frobenius error of the module's output on the calibration tokens,
         and the rank deficiency of `C_SS`.
     """
-    dropped_mask = torch.ones(len(moment), dtype=torch.bool, device=moment.device)
-    dropped_mask[kept] = False
-    dropped = dropped_mask.nonzero().squeeze(1)
+    dropped = _dropped(moment, kept)
     if len(dropped) == 0:
         return down.clone(), 0.0, 0
+    cross, kept_moment, (correction, rank) = _correct(moment, down, kept, dropped, ridge)
     down_kept, down_dropped = down[:, kept], down[:, dropped]
-    rows = moment[kept]
-    cross = rows[:, dropped] @ down_dropped.mT
-    kept_moment = rows[:, kept]
-    del rows  # at d_int = 28672 it is 4.6 GB, and the solve needs that room
-    diagonal = kept_moment.diagonal().clone()
-    kept_moment.diagonal().mul_(1 + ridge)
-    correction, rank = psd.solve(kept_moment, cross)
-    kept_moment.diagonal().copy_(diagonal)
     # ‖Z W_Dᵀ‖² by its kept part, its dropped part and their product: half the work of one product with all of C.
     dropped_energy = _energy(moment[dropped][:, dropped], down_dropped)
     total = _energy(kept_moment, down_kept) + 2 * (down_kept.mT * cross).sum() + dropped_energy
     residual = dropped_energy - (cross * correction).sum()
     if ridge:  # the correction solves (C_SS + λD)X = cross, so XᵀC_SS X is XᵀcrossX less λ XᵀDX
-        residual -= ridge * (diagonal[:, None] * correction.square()).sum()
+        residual -= ridge * (kept_moment.diagonal()[:, None] * correction.square()).sum()
     error = (residual.clamp_min(0) / total).sqrt().item() if total > 0 else 0.0
     return down_kept + correction.mT, error, len(kept) - rank
+
+
+def refitted(moment: Tensor, down: Tensor, kept: Tensor, ridge: float) -> Tensor:
+    """Return the weight that `refit` gives, without the products that its error takes."""
+    dropped = _dropped(moment, kept)
+    if len(dropped) == 0:
+        return down.clone()
+    return down[:, kept] + _correct(moment, down, kept, dropped, ridge)[2].x.mT
+
+
+def _dropped(moment: Tensor, kept: Tensor) -> Tensor:
+    dropped = torch.ones(len(moment), dtype=torch.bool, device=moment.device)
+    dropped[kept] = False
+    return dropped.nonzero().squeeze(1)
+
+
+def _correct(
+    moment: Tensor, down: Tensor, kept: Tensor, dropped: Tensor, ridge: float
+) -> tuple[Tensor, Tensor, psd.Solution]:
+    """Return `C_SD W_D`, `C_SS`, and what the kept rows of the weight are corrected by."""
+    rows = moment[kept]
+    cross = rows[:, dropped] @ down[:, dropped].mT
+    kept_moment = rows[:, kept]
+    del rows  # at d_int = 28672 it is 4.6 GB, and the solve needs that room
+    diagonal = kept_moment.diagonal().clone()
+    kept_moment.diagonal().mul_(1 + ridge)
+    found = psd.solve(kept_moment, cross)
+    kept_moment.diagonal().copy_(diagonal)
+    return cross, kept_moment, found
 
 
 def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> NystromResult:
