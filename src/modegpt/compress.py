@@ -38,7 +38,7 @@ def compress(
         out: folder to write the checkpoint and `report.json` to; None to write nothing.
         overwrite: whether an existing `out` is replaced.
         resume: whether to continue a run that was interrupted.
-        progress: called after each block.
+        progress: called as each stage begins, and after each block.
 
     Returns:
         The compressed model, on the CPU, in evaluation mode, with the run's report as `modegpt_report`.

@@ -7,7 +7,7 @@ from oracles import ERROR_FLOOR, GAUSSIAN_TOLERANCE, ROUNDING, algorithm_1, norm
 from torch import Tensor
 
 from modegpt.decompose import NotPositiveDefiniteError, nystrom, ridge_leverage_scores
-from modegpt.decompose.nystrom import refit, refitted
+from modegpt.decompose.nystrom import refit, refit_weight
 
 D_INT, D_MODEL = 8, 5
 ranks = st.integers(1, D_INT)
@@ -82,9 +82,9 @@ def test_a_ridge_is_relative_to_each_neuron_and_pulls_to_the_original_weights(se
     left = (z @ down.T - z[:, kept] @ weight.T).norm() / (z @ down.T).norm()
     assert error == pytest.approx(left.item(), rel=1e-9, abs=ERROR_FLOOR)
     assert error >= refit(moment, down, kept)[1] * (1 - 1e-9)  # no ridge, no smaller error: to rounding
-    assert torch.equal(refitted(moment, down, kept, ridge), weight)
+    assert torch.equal(refit_weight(moment, down, kept, ridge), weight)
     every = torch.arange(D_INT)
-    assert torch.equal(refitted(moment, down, every, ridge), down)
+    assert torch.equal(refit_weight(moment, down, every, ridge), down)
 
 
 def test_a_large_ridge_only_drops():

@@ -81,7 +81,7 @@ def refit(moment: Tensor, down: Tensor, kept: Tensor, ridge: float = 0.0) -> tup
     return down_kept + correction.mT, error, len(kept) - rank
 
 
-def refitted(moment: Tensor, down: Tensor, kept: Tensor, ridge: float) -> Tensor:
+def refit_weight(moment: Tensor, down: Tensor, kept: Tensor, ridge: float) -> Tensor:
     """Return the weight that `refit` gives, without the products that its error takes."""
     dropped = _dropped(moment, kept)
     if len(dropped) == 0:

@@ -13,7 +13,7 @@ from ..decompose import NystromResult, nystrom
 from ..decompose.asymmetric import asymmetric_refit
 from ..decompose.energy import energy, energy_scores
 from ..decompose.fold import folded_up, own_share
-from ..decompose.nystrom import highest, refitted
+from ..decompose.nystrom import highest, refit_weight
 from ..decompose.saliency import saliencies, saliency
 from ..moments import BlockMoments
 from .bias import centred, shifted_bias
@@ -83,8 +83,8 @@ def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
         kept = highest(scores, rank)
         ups = [up.rows(kept) for up in weights.ups]
         if gated:
-            changed = refitted(moment, down, kept, RIDGE)
-            ups[1] = _folded(weights.ups[1], moments["gate"], weights.down.weight, kept, changed)
+            refitted = refit_weight(moment, down, kept, RIDGE)
+            ups[1] = _folded(weights.ups[1], moments["gate"], weights.down.weight, kept, refitted)
         return Decision(
             {"ups": tuple(ups), "down": Affine(weights.down.weight[:, kept], weights.down.bias)}, 0.0, _dead(moments)
         )
@@ -92,11 +92,11 @@ def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
     return decide
 
 
-def _folded(up: Affine, gates: Tensor, down: Tensor, kept: Tensor, changed: Tensor) -> Affine:
+def _folded(up: Affine, gates: Tensor, down: Tensor, kept: Tensor, refitted: Tensor) -> Affine:
     rows = up.weight if up.bias is None else torch.cat((up.weight, up.bias[:, None]), dim=1)
     # The sum of some thousand tokens, taken as if it were independent of the inputs: float32 is more than it is worth.
-    rows, gates, down, changed = (each.float() for each in (rows, gates, down, changed))
-    rows = folded_up(gates, rows, down, kept, changed, FOLD_RIDGE)
+    rows, gates, down, refitted = (each.float() for each in (rows, gates, down, refitted))
+    rows = folded_up(gates, rows, down, kept, refitted, FOLD_RIDGE)
     return Affine(rows, None) if up.bias is None else Affine(rows[:, :-1], rows[:, -1])
 
 
