@@ -21,7 +21,7 @@ COLUMNS = {
     "context": slice(38, 54),
 }
 TARGETS = ("mlp_target", "target_sum", "target_energy")
-SUMS = [name for name in SHAPES if name not in ("logits", "gate", *TARGETS)]
+SUMS = [name for name in SHAPES if name not in ("logits", "gate", "fisher", *TARGETS)]
 """What `update` takes."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """Products are float32: each of a few dozen terms carries a relative rounding of 2^-24."""
@@ -219,3 +219,29 @@ def test_solvers_ask_for_sums_where_a_bias_can_carry_the_mean(make, preset, expe
     names = needed_moments(("mlp", "qk", "vo"), block, architecture, dims, CompressionConfig(solver=preset))
     assert set(names) == expected
     assert len(names) == len(expected)
+
+
+@pytest.mark.parametrize("make", [llama, opt])
+def test_tokens_weighed_by_norm_are_those_of_the_weights_that_the_output_gives(make):
+    """What is held back to the end of a block is what weights known beforehand would have counted."""
+    torch.manual_seed(3)
+    model = make()
+    architecture = architecture_of(model.config)
+    blocks = ModelBlocks(model, architecture, consume=False)
+    dims = Dimensions.of(architecture, model.config)
+    block, windows = blocks.peek(0, torch.device("cpu")), torch.randint(50, (3, 8))
+    calibration = blocks.embed(windows, 2, HiddenStates())
+    weights = [torch.rand(2, 8).double(), torch.rand(1, 8).double()]
+    names = ("mlp", "gate") if make is llama else ("mlp", "mlp_sum")
+    taken = []
+    for by_norm in (True, False):
+        moments = BlockMoments.zeros(dims, names, every=3)
+        outputs = list(run_block(block, 0, calibration, torch.device("cpu")))
+        known = [weight / output.norm(dim=-1) for weight, output in zip(weights, outputs, strict=True)]
+        with record_moments(block, architecture, dims, moments, weights if by_norm else known, by_norm):
+            list(run_block(block, 0, calibration, torch.device("cpu")))
+        taken.append(moments)
+    assert taken[0].n_tokens == pytest.approx(taken[1].n_tokens, rel=1e-6)
+    for name in names:
+        torch.testing.assert_close(taken[0][name], taken[1][name], **CLOSE)
+        assert taken[0][name].any()

@@ -20,12 +20,13 @@ from modegpt.decompose.fold import folded_up, own_share
 from modegpt.decompose.nystrom import refit
 from modegpt.decompose.saliency import saliencies
 from modegpt.distributed import join_team
+from modegpt.fisher import FisherProbe
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import GATES_EVERY, BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
-from modegpt.solvers.mlp import FOLD_RIDGE, GATE_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
+from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
 from modegpt.staged import EVERY, BlockCompressor
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.token_weights import token_weights
@@ -69,22 +70,30 @@ def idle(architecture) -> list[str]:
     return [*architecture.up, architecture.down, f"{architecture.attention}.{architecture.output}"]
 
 
-def compressed(source, calibration, ranks, config, dense=None):
-    block, _middle, _on, outcome = halfway(source, calibration, ranks, config, dense)
+def compressed(source, calibration, ranks, config, dense=None, drifted=True, probe=None):
+    block, _middle, _on, outcome = halfway(source, calibration, ranks, config, dense, drifted, probe)
     return block, outcome
 
 
-def halfway(source, calibration, ranks, config, dense=None):
+def halfway(source, calibration, ranks, config, dense=None, drifted=True, probe=None):
     """The compressed block, whether its second half alone is to run, what hands it on, and what was done."""
     block, calibration = source.blocks.take(0, CPU), calibration.copy()
-    compressor = BlockCompressor(source, config, CPU, join_team(CPU), Stopwatch(CPU))
-    outcome, middle = compressor.compress(block, 0, calibration, ranks, dense)
+    compressor = BlockCompressor(source, config, CPU, join_team(CPU), Stopwatch(CPU), peek(source), probe)
+    outcome, middle = compressor.compress(block, 0, calibration, ranks, dense, drifted)
 
     def hand_on():
         compressor.hand_on(block, 0, calibration, middle)
         return list(calibration.hidden)
 
     return block, middle, hand_on, outcome
+
+
+def peek(source):
+    return lambda index: source.blocks.peek(index, CPU)
+
+
+def probe_of(source):
+    return FisherProbe(source.blocks, source.dims.n_layers, torch.arange(5), CPU, seed=0)
 
 
 def shifted(calibration):
@@ -184,40 +193,55 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
     assert not hooks_of(block)
 
 
+@pytest.mark.parametrize("felt", [False, True], ids=["", "felt by the logits"])
+@pytest.mark.parametrize("drifted", [True, False], ids=["drifted", "first"])
 @by_name(PLAIN)
-def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family: Family):
+def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family: Family, drifted: bool, felt: bool):
     source, calibration = opened(family)
     dense, architecture = shifted(calibration), source.architecture
     before = dense.copy()
     block, rank = source.blocks.peek(0, CPU), 10
     layout = Layout.dense(architecture, source.dims)
     fed, outcome = compressed(
-        source, calibration, {**family.full_ranks()[0], "mlp": rank}, CompressionConfig(solver="best"), dense
-    )
+        source, calibration, {**family.full_ranks()[0], "mlp": rank}, CompressionConfig(solver="best"), dense, drifted,
+        probe_of(source) if felt else None,
+    )  # fmt: skip
     assert calibration.weights is not None
-    weights = torch.cat([each.flatten() for each in calibration.weights])[:, None]
+    rarity = torch.cat([each.flatten() for each in calibration.weights])[:, None]
+    weights = rarity / torch.cat([states.flatten(0, -2) for states in dense.hidden]).norm(dim=1, keepdim=True)
+    every = EVERY if drifted else 1
 
-    # By hand: of the dense model's states, every second token of each batch; of these, every fourth for the gates.
+    # By hand: of the dense model's states, some tokens of each batch; of these, every fourth for the gates.
     batches = Passed(block, architecture, before, weights)
     assert all(torch.equal(left, right) for left, right in zip(dense.hidden, batches.outputs, strict=True))
     dense_weights, narrow = layout.read(block), layout.narrowed(outcome.layer).read(fed)
     assert dense_weights.down is not None
     down = dense_weights.down.weight.double()
-    z, some = batches.every(EVERY)
+    z, some = batches.every(every)
     moment = (some * z).T @ z
     if dense_weights.down.bias is not None:
         mean = (some * z).sum(0) / some.sum()
         moment = moment - some.sum() * torch.outer(mean, mean)
     scores, gates = saliencies(moment, down, SALIENCY_RIDGE), None
     if len(narrow.ups) == 2:
-        z, some = batches.every(EVERY * GATES_EVERY)
+        z, some = batches.every(every * GATES_EVERY)
         hidden, (module, rows) = [], layout.ups(block)[1]
         hook = module.register_forward_hook(lambda _m, _i, output: hidden.append(output[..., rows]))
         list(run_block(block, 0, before, CPU))
         hook.remove()
-        u = torch.cat([each.flatten(0, -2)[:: EVERY * GATES_EVERY] for each in hidden]).double()
+        u = torch.cat([each.flatten(0, -2)[:: every * GATES_EVERY] for each in hidden]).double()
         gates = (some * z / u).T @ (z / u)
         scores = scores * own_share(gates, GATE_RIDGE)
+    if felt:
+        sums, probe = torch.zeros(3, source.dims.d_int, dtype=torch.float64), probe_of(source)
+        probe.take(block, 0, peek(source), before)
+        with probe.record(block, architecture, before, sums):
+            list(run_block(block, 0, before, CPU))
+        seen = sums[0]
+        if dense_weights.down.bias is not None:
+            seen = sums[0] - 2 * mean * sums[1] + mean.square() * sums[2]
+        lost = seen * scores / (moment.diagonal() * down.square().sum(0))
+        scores = scores / scores.mean() + lost / lost.mean()
     kept = scores.argsort(descending=True)[:rank].sort().values
     assert torch.equal(kept_neurons(dense_weights, narrow), kept)
     if gates is not None:
@@ -238,8 +262,8 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
         means = (weights * z).sum(0) / weights.sum(), (weights * y).sum(0) / weights.sum()
         z, y = z - means[0], y - means[1]
     roots = weights.sqrt()
-    energy = (weights * y.square()).sum()
-    expected = asymmetric_refit((weights * z).T @ z, (weights * z).T @ y, energy, prior, TARGET_RIDGE)
+    energy, ridge = (weights * y.square()).sum(), TARGET_RIDGE if drifted else FIRST_RIDGE
+    expected = asymmetric_refit((weights * z).T @ z, (weights * z).T @ y, energy, prior, ridge)
     assert narrow.down is not None
     # float32 products of states and residuals of size ten, 100 tokens.
     torch.testing.assert_close(narrow.down.weight.double(), expected.weight, rtol=1e-4, atol=1e-5)

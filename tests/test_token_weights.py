@@ -5,7 +5,7 @@ import torch
 from conformance.families import FAMILIES, tokens
 from modegpt.compress import prepare
 from modegpt.config import CompressionConfig
-from modegpt.token_weights import token_weights
+from modegpt.token_weights import token_weights, weighed_by_norm
 
 
 def test_a_token_counts_by_a_power_of_its_occurrences():
@@ -40,3 +40,10 @@ def test_best_weights_tokens_and_paper_does_not():
     assert torch.equal(weights(solver="paper"), weights(solver="paper", rarity=0.0))
     assert CompressionConfig(solver="best").rarity_exponent == 0.25
     assert CompressionConfig(solver="paper").rarity_exponent == 0
+
+
+def test_a_token_counts_by_its_hidden_state_too():
+    states = torch.tensor([[[3.0, 4.0], [0.0, 0.0]], [[0.0, -2.0], [6.0, 8.0]]])
+    weights = torch.tensor([[2.0, 1.0], [1.0, 5.0]], dtype=torch.float64)
+    assert torch.equal(weighed_by_norm(weights, states), torch.tensor([[0.4, 0.0], [0.5, 0.5]]))
+    assert torch.equal(weighed_by_norm(None, states), torch.tensor([[0.2, 0.0], [0.5, 0.1]]))

@@ -1,10 +1,8 @@
 """Hands out decoder blocks one at a time, from a model in memory, and runs them over the calibration text."""
 
 import copy
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .architectures import Architecture, architecture_of
+from .architectures import Architecture
+from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
 from .errors import NumericalError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
@@ -71,6 +70,10 @@ class BlockSource(Protocol):
         """Yield `(rows, vocab)` logits for each `(rows, d_model)` of hidden states behind the last block."""
         ...
 
+    def pull_back(self, states: Iterable[Tensor], draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """Yield what `draw` gives for these logits, pulled back to the hidden states (`pull_back_logits`)."""
+        ...
+
 
 class ModelBlocks:
     """The blocks of a model that is in memory.
@@ -114,11 +117,15 @@ class ModelBlocks:
 
     def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`."""
-        return run_identity_blocks(self.model, self.layers, windows, batch_size, hidden)
+        return Calibration(hidden, run_identity_blocks(self.model, self.layers, windows, batch_size, hidden))
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.logits`."""
         return run_behind_blocks(self.model, self.layers, states)
+
+    def pull_back(self, states: Iterable[Tensor], draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """See `BlockSource.pull_back`."""
+        return pull_back_logits(self.model, self.layers, states, draw)
 
 
 class PrefetchedBlocks:
@@ -145,6 +152,12 @@ class PrefetchedBlocks:
         if index + 1 < self._n_layers:
             self._next = (index + 1, self._pool.submit(self._fetch, index + 1))
         return block
+
+    def peek(self, index: int) -> nn.Module:
+        """Return a block that is still to be taken, only to be run."""
+        if self._next is not None and self._next[0] == index:  # the source may have given it away for good
+            return self._next[1].result()
+        return self._source.peek(index, self._device)
 
     def _fetch(self, index: int) -> nn.Module:
         # A stream of its own: on the default stream the copy would wait for the present block's kernels.
@@ -173,86 +186,6 @@ def check_weights(block: nn.Module, index: int) -> nn.Module:
         if not torch.isfinite(parameter.sum(dtype=torch.float64)):
             raise NumericalError(f"layer {index}: NaN or infinity in the weights of {name}")
     return block
-
-
-class _StandIn(nn.Module):
-    """Stands in for a block: notes what it is called with, and returns its input, or what it was told to return."""
-
-    def __init__(self, block: nn.Module, tuple_output: bool) -> None:
-        super().__init__()
-        self._parameter_names = list(inspect.signature(block.forward).parameters)[1:]
-        self._tuple_output = tuple_output
-        # Some decoders read an attribute of the block (its attention type, say) to choose the mask it gets.
-        self._attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
-        self.arguments: dict[str, Any] = {}
-        self.states: Tensor | None = None
-        self.output: Tensor | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        attributes = self.__dict__.get("_attributes", {})
-        return attributes[name] if name in attributes else super().__getattr__(name)
-
-    def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor | tuple[Tensor, None]:
-        """Note the input and the arguments, and return a tensor as the block returns its output."""
-        named = dict(zip(self._parameter_names, positional, strict=False))
-        self.states, self.arguments = hidden_states, {**named, **arguments}
-        output = hidden_states if self.output is None else self.output
-        return (output, None) if self._tuple_output else output
-
-
-@contextmanager
-def _stand_ins(model: PreTrainedModel, layers: nn.ModuleList) -> Iterator[list[_StandIn]]:
-    """While the context is open, nothing but what is around the model's blocks runs."""
-    tuple_output = architecture_of(model.config).tuple_output
-    originals, stand_ins = list(layers), [_StandIn(layer, tuple_output) for layer in layers]
-    try:
-        for index, stand_in in enumerate(stand_ins):
-            layers[index] = stand_in
-        yield stand_ins
-    finally:
-        for index, original in enumerate(originals):
-            layers[index] = original
-
-
-@torch.no_grad()
-def run_identity_blocks(
-    model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor, batch_size: int, hidden: HiddenStates
-) -> Calibration:
-    """Run the model with identity blocks: the hidden states before block 0 and the arguments of every block.
-
-    Args:
-        model: everything outside its blocks must hold weights; the blocks themselves are not touched.
-        layers: the model's block list.
-        windows: `(samples, seq_len)` token ids.
-        batch_size: sequences a batch.
-        hidden: where the hidden states go.
-    """
-    arguments: dict[int, list[dict[str, Any]]] = {}
-    with _stand_ins(model, layers) as stand_ins:
-        for batch in windows.split(batch_size):
-            model.base_model(input_ids=batch.to(model.device), use_cache=False)
-            states = stand_ins[0].states
-            assert states is not None
-            hidden.append(states)
-            # Without padding the arguments depend on the shape of a batch alone.
-            arguments.setdefault(len(batch), [stand_in.arguments for stand_in in stand_ins])
-    return Calibration(hidden, arguments)
-
-
-@torch.no_grad()
-def run_behind_blocks(model: PreTrainedModel, layers: nn.ModuleList, states: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield what the model makes of hidden states behind its last block: final norm, head and all.
-
-    Args:
-        model: everything outside its blocks must hold weights; the blocks themselves are not touched.
-        layers: the model's block list.
-        states: `(rows, d_model)` each.
-    """
-    with _stand_ins(model, layers) as stand_ins:
-        for rows in states:
-            stand_ins[-1].output = rows[:, None].to(model.device, model.dtype)
-            tokens = torch.zeros(len(rows), 1, dtype=torch.long, device=model.device)
-            yield model(input_ids=tokens, use_cache=False).logits[:, -1].float()
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ are taken is up to the solvers: each names those it reads.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from .architectures import Architecture, Dimensions
 from .architectures.access import HEADS, Layout
 from .attention_logits import record_logits
 from .errors import NumericalError
+from .token_weights import weighed_by_norm
 
 SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),
     "mlp_sum": lambda d: (d.d_int,),
     "mlp_target": lambda d: (d.d_int, d.d_model),
     "gate": lambda d: (d.d_int, d.d_int),
+    "fisher": lambda d: (3, d.d_int),
     "target_sum": lambda d: (d.d_model,),
     "target_energy": lambda d: (),
     "query": lambda d: (d.n_heads, d.d_head),
@@ -41,7 +44,8 @@ have to add for the block's output to be the dense model's. Over all tokens, eac
 `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head: `query = Σ q²`, `key = Σ k²`,
 `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and `logits`, the covariance of the
 coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP, `gate = Σ a aᵀ` over every
-`GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`."""
+`GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. What the logits feel of neurons, `fisher`, is added by
+`FisherProbe.record`."""
 
 GATES_EVERY = 4
 """The moment of the gates tells which of them open together: a few thousand tokens are enough (docs/log.md)."""
@@ -53,6 +57,7 @@ MEANINGS = {
     "mlp": "MLP activations",
     "target": "hidden states",
     "gate": "gates' activations",
+    "fisher": "gradients of the logits",
     "context": "contexts",
     "logits": "attention logits",
 }
@@ -155,11 +160,13 @@ def record_moments(
     dims: Dimensions,
     moments: BlockMoments,
     weights: Iterable[Tensor] | None = None,
+    by_norm: bool = False,
 ) -> Iterator[None]:
     """While the context is open, every forward of a dense `block` adds its tokens to `moments`.
 
     Where only the MLP's are asked for, the block may already be a compressed one. `weights` are those of
-    the tokens of each forward, in turn.
+    the tokens of each forward, in turn. With `by_norm` they are divided by the norms of what the block puts out
+    (`weighed_by_norm`), so its tokens are added as it ends.
     """
     layout = Layout.dense(architecture, dims)
     coming = None if weights is None else iter(weights)
@@ -169,32 +176,52 @@ def record_moments(
         def hook(handle: Any) -> None:
             stack.callback(handle.remove)
 
-        def begin(_module: Any, inputs: Any, named: dict[str, Any]) -> None:
-            states = inputs[0] if inputs else named["hidden_states"]
-            count: float = len(states[..., 0].flatten()[:: moments.every])
-            if coming is not None:
-                weights = next(coming).reshape(-1, 1)
-                if moments.every > 1:  # over all tokens they sum to their number, over some of them not
-                    weights = weights[:: moments.every]
-                    count = weights.sum().item()
-                moments.roots = weights.sqrt().to(states.device, torch.float32)
-            moments.n_tokens += count
+        pending: list[Callable[[], None]] = []
 
-        hook(block.register_forward_pre_hook(begin, with_kwargs=True))
+        def begin(states: Tensor) -> None:
+            weights = None if coming is None else next(coming)
+            if by_norm:
+                weights = weighed_by_norm(weights, states)
+            if weights is None:
+                moments.n_tokens += len(states[..., 0].flatten()[:: moments.every])
+                return
+            weights = weights.reshape(-1, 1)[:: moments.every]
+            moments.n_tokens += weights.sum().item()
+            moments.roots = weights.sqrt().to(states.device, torch.float32)
+
+        def at_start(_module: Any, inputs: Any, named: dict[str, Any]) -> None:
+            begin(inputs[0] if inputs else named["hidden_states"])
+
+        def at_end(_module: Any, _inputs: Any, output: Any) -> None:
+            begin(output[0] if isinstance(output, tuple) else output)
+            while pending:
+                pending.pop(0)()
+
+        def add(update: Callable[..., None], *states: Any) -> None:
+            if by_norm:
+                pending.append(partial(update, *states))
+            else:
+                update(*states)
+
+        hook(
+            block.register_forward_hook(at_end)
+            if by_norm
+            else block.register_forward_pre_hook(at_start, with_kwargs=True)
+        )
         roles = [role for role in HEADS if role in sources]
         for module in dict.fromkeys(architecture.projection(block, role) for role in roles):
             held = [role for role in roles if architecture.projection(block, role) is module]
 
             def add_heads(_module: Any, _inputs: Any, output: Tensor, held: list[str] = held) -> None:
                 for role in held:
-                    moments.update(role, layout.states(role, output))
+                    add(moments.update, role, layout.states(role, output))
 
             hook(module.register_forward_hook(add_heads))
         for source, role in (("mlp", "down"), ("context", "output")):
             if source in sources:
 
                 def add_inputs(_module: Any, inputs: Any, source: str = source) -> None:
-                    moments.update(source, inputs[0])
+                    add(moments.update, source, inputs[0])
 
                 hook(architecture.projection(block, role).register_forward_pre_hook(add_inputs))
         if "gate" in sources:
@@ -202,7 +229,7 @@ def record_moments(
             seen: list[Tensor] = []
             hook(up.register_forward_hook(lambda _m, _i, output: seen.append(output[..., rows])))
             down = architecture.projection(block, "down")
-            hook(down.register_forward_pre_hook(lambda _m, inputs: moments.update_gates(inputs[0], seen.pop())))
+            hook(down.register_forward_pre_hook(lambda _m, inputs: add(moments.update_gates, inputs[0], seen.pop())))
         if "logits" in sources:
             stack.enter_context(record_logits(block, layout, moments.sums["logits"]))
         yield

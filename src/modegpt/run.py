@@ -19,6 +19,7 @@ from .config import MODULES, CompressionConfig
 from .damage import hold_out, measure_damages
 from .distributed import Team
 from .errors import NumericalError
+from .fisher import FisherProbe
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
@@ -27,7 +28,7 @@ from .preparation import Source, Text, output_dtype
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import BlockCompressor
-from .surgery import BlockOutcome, rounded_tensors
+from .surgery import BlockOutcome, cut_modules, rounded_tensors
 from .token_weights import token_weights
 
 Progress = Callable[[str, int, int], None]
@@ -204,11 +205,13 @@ class Run:
         config = self.config
         windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
         feedback = config.feeds_back and self.source.architecture.plain_mlp
-        calibration = self._weighted(windows, streams=2 if feedback else 1)
+        calibration = self._weighted(windows, streams=3 if feedback else 1)  # the probe takes a copy at the end
         # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
-        compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch)
+        probe = self._probe(windows) if feedback else None
+        compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch, blocks.peek, probe)
+        drifted = False
         outcomes: list[BlockOutcome] = []
         self._tell("compress", 0)
         for index in range(self.source.dims.n_layers):
@@ -220,17 +223,24 @@ class Run:
             else:
                 with self.watch.stage("load"):
                     block = blocks.take(index)
-                outcome, middle = compressor.compress(block, index, calibration, allocation.ranks[index], dense)
+                ranks = allocation.ranks[index]
+                outcome, middle = compressor.compress(block, index, calibration, ranks, dense, drifted)
                 named = rounded_tensors(block, self.out_dtype).items()
                 keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
                 del named
             outcomes.append(outcome)
+            drifted |= bool(cut_modules(allocation.ranks[index], self.source.dims))
             if index + 1 < self.source.dims.n_layers:  # nothing reads what the last block gives
                 with self.watch.stage("forward"):
                     compressor.hand_on(block, index, calibration, middle)
             del block, finished, middle
             self._tell("compress", index + 1)
         return outcomes
+
+    def _probe(self, windows: Tensor) -> FisherProbe:
+        """Return what tells the last blocks which neurons the logits feel."""
+        numbers = self.team.share(torch.arange(len(windows)))
+        return FisherProbe(self.source.blocks, self.source.dims.n_layers, numbers, self.device, self.config.seed)
 
     def _restore(
         self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome, dense: Calibration | None

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .architectures import architecture_of
-from .blocks import Calibration, check_weights, layers_prefix, required_tensors, run_behind_blocks, run_identity_blocks
+from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
+from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
@@ -105,13 +106,23 @@ class ShardBlocks:
         """See `BlockSource.embed`. Embeddings and norms are in memory during this call only."""
         model = copy.deepcopy(self.model)
         self._load_outside(model, model.base_model)
-        return run_identity_blocks(model, self._layers_of(model), windows, batch_size, hidden)
+        return Calibration(hidden, run_identity_blocks(model, self._layers_of(model), windows, batch_size, hidden))
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.logits`. Embeddings, norms and the head are in memory during this call only."""
+        model = self._without_blocks()
+        yield from run_behind_blocks(model, self._layers_of(model), states)
+
+    def pull_back(self, states: Iterable[Tensor], draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
+        """See `BlockSource.pull_back`. Embeddings, norms and the head are in memory during this call only."""
+        model = self._without_blocks()
+        yield from pull_back_logits(model, self._layers_of(model), states, draw)
+
+    def _without_blocks(self) -> PreTrainedModel:
+        """Return the model with all its weights but those of its blocks."""
         model = copy.deepcopy(self.model)
         self._load_outside(model, model)
-        yield from run_behind_blocks(model, self._layers_of(model), states)
+        return model
 
     def _layers_of(self, model: PreTrainedModel) -> nn.ModuleList:
         return decoder_layers(model, {"layers": layers_prefix(self.model.base_model, self.layers)})

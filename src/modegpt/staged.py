@@ -1,6 +1,6 @@
 """One block of a run: its moments are taken and its modules compressed, in one stage or in two."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -12,6 +12,7 @@ from .at_rest import at_rest, attention_at_rest
 from .blocks import Calibration, advance, run_block
 from .config import CompressionConfig
 from .distributed import Team
+from .fisher import FisherProbe
 from .moments import BlockMoments, record_moments
 from .preparation import Source, output_dtype
 from .report import Stopwatch
@@ -24,10 +25,11 @@ from .surgery import (
     round_weights,
     stages,
 )
+from .token_weights import weighed_by_norm
 
-EVERY = 2
-"""Of the dense model's tokens, every second decides which neurons stay: half of the work for their moment, and a choice
-that is as good (docs/log.md)."""
+EVERY = 3
+"""Of the dense model's tokens, every third decides which neurons stay: a third of the work for their moment, and a
+choice that is as good, but for the first block's, which costs most: there all do (docs/log.md)."""
 KEPT_BYTES = 2**30
 """Activations of one block's MLP that are kept from the pass that measures to the one that hands on, where they fit."""
 
@@ -49,6 +51,10 @@ class BlockCompressor:
     device: torch.device
     team: Team
     watch: Stopwatch
+    peek: Callable[[int], nn.Module] | None = None
+    """Gives a dense block that is still to come, only to be run."""
+    probe: FisherProbe | None = None
+    """By which the neurons of the last blocks are chosen, too, where the dense model goes beside."""
 
     def compress(
         self,
@@ -57,6 +63,7 @@ class BlockCompressor:
         calibration: Calibration,
         ranks: dict[str, int],
         dense: Calibration | None = None,
+        drifted: bool = True,
     ) -> tuple[BlockOutcome, Middle | None]:
         """Compress a dense block in place, on the hidden states that the blocks before it produce.
 
@@ -64,13 +71,14 @@ class BlockCompressor:
         attention is already compressed, so that the refit makes up for what attention lost. With `dense`, the hidden
         states of the dense model before this block, it makes up for what all blocks before lost, too: these states
         are advanced here, all that is chosen is chosen by what they give, and the MLP is refitted to what they become.
+        `drifted` says whether a block before this one was compressed.
 
         Returns:
             What was done, and whether `calibration` now holds the hidden states behind the compressed attention: then
             the block's second half is all that is still to run (`hand_on`).
         """
         if dense is not None:
-            return self._beside(block, index, calibration, ranks, dense)
+            return self._beside(block, index, calibration, ranks, dense, drifted)
         outcome, middle = None, None
         for modules in stages(ranks, self.source.architecture, self.source.dims, self.config) or [()]:
             if outcome is not None and self.source.architecture.plain_mlp:
@@ -102,17 +110,31 @@ class BlockCompressor:
                     calibration.hidden[batch] = states.to(self.device) + down(middle.activations[batch]).view_as(states)
 
     def _beside(
-        self, block: nn.Module, index: int, calibration: Calibration, ranks: dict[str, int], dense: Calibration
+        self,
+        block: nn.Module,
+        index: int,
+        calibration: Calibration,
+        ranks: dict[str, int],
+        dense: Calibration,
+        drifted: bool,
     ) -> tuple[BlockOutcome, Middle | None]:
         source, dims = self.source, self.source.dims
         modules = cut_modules(ranks, dims)
         attention = self._moments([module for module in modules if module != "mlp"], block)
-        gated = ["gate"] if "mlp" in modules and len(source.architecture.up) == 2 else []
-        neurons = self._moments([module for module in modules if module == "mlp"], block, gated, EVERY)
+        more = ["gate"] if "mlp" in modules and len(source.architecture.up) == 2 else []
+        probe = self.probe if self.probe is not None and "mlp" in modules and self.probe.reaches(index) else None
+        if probe is not None:
+            more.append("fisher")
+        neurons = self._moments([module for module in modules if module == "mlp"], block, more, EVERY if drifted else 1)
         with self.watch.stage("moments"), ExitStack() as stack:
+            if probe is not None:
+                assert self.peek is not None
+                probe.take(block, index, self.peek, dense)
+                stack.enter_context(probe.record(block, source.architecture, dense, neurons["fisher"]))
             for moments in (attention, neurons):
                 if moments.sums:
-                    recorder = record_moments(block, source.architecture, dims, moments, dense.weights)
+                    by_norm = moments is neurons
+                    recorder = record_moments(block, source.architecture, dims, moments, dense.weights, by_norm)
                     stack.enter_context(recorder)
             advance(block, index, dense, self.device)
         self._summed(attention, index)
@@ -134,7 +156,7 @@ class BlockCompressor:
             self._measure(block, index, calibration, ("mlp",), moments, middle, dense)
         self._summed(moments, index)
         with self.watch.stage("decompose"):
-            outcome = refit_down(block, Layout.dense(source.architecture, dims), moments, index, outcome)
+            outcome = refit_down(block, Layout.dense(source.architecture, dims), moments, index, outcome, drifted)
         return outcome, middle
 
     def _moments(
@@ -178,17 +200,22 @@ class BlockCompressor:
         """Add to the moments of some modules.
 
         With a `middle`, the calibration is replaced by what follows the attention. With `dense`, the dense model's
-        states behind this block, what the output lacks of them is the target of the MLP, whose neurons are chosen.
+        states behind this block, what the output lacks of them is the target of the MLP, whose neurons are chosen; and
+        tokens count by their norms.
         """
         if not modules:
             return
         architecture = self.source.architecture
-        targets = None if dense is None else iter(dense.hidden)
+        targets, weights = None, calibration.weights
+        if dense is not None:
+            targets = iter(dense.hidden)
+            pairs = zip(weights or [None] * len(dense.hidden), dense.hidden, strict=True)
+            weights = (weighed_by_norm(known, states) for known, states in pairs)
         idle = [architecture.down] if architecture.down else []
         if "mlp" not in modules:
             idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
         with ExitStack() as stack:
-            stack.enter_context(record_moments(block, architecture, self.source.dims, moments, calibration.weights))
+            stack.enter_context(record_moments(block, architecture, self.source.dims, moments, weights))
             if middle is not None and dense is not None and self._fits(calibration, block):
                 kept = middle.activations = []
                 down = architecture.projection(block, "down")

@@ -141,7 +141,7 @@ def compress_block(
 
 @torch.no_grad()
 def refit_down(
-    block: nn.Module, layout: Layout, moments: BlockMoments, index: int, before: BlockOutcome
+    block: nn.Module, layout: Layout, moments: BlockMoments, index: int, before: BlockOutcome, drifted: bool
 ) -> BlockOutcome:
     """Refit, in place, the down projection of a block that is compressed but for that.
 
@@ -151,6 +151,7 @@ def refit_down(
         moments: of the compressed block, with the targets of its MLP.
         index: layer number, for messages.
         before: what was done to the block so far.
+        drifted: whether a block before this one was compressed.
 
     Raises:
         NumericalError: a moment is indefinite or not finite; names the layer.
@@ -159,7 +160,7 @@ def refit_down(
     weights = layout.read(block)
     assert weights.down is not None
     try:
-        decision = towards(weights.down, moments)
+        decision = towards(weights.down, moments, drifted)
     except NotPositiveDefiniteError as problem:
         raise NumericalError(f"layer {index}, mlp: {problem}") from problem
     layout.write(block, replace(weights, **decision.weights))

@@ -1,5 +1,6 @@
-"""How much each calibration token counts: less, the more often it occurs."""
+"""How much each calibration token counts: less, the more often it occurs, and the larger its hidden state."""
 
+import torch
 from torch import Tensor
 
 
@@ -20,3 +21,19 @@ def token_weights(windows: Tensor, exponent: float) -> Tensor | None:
     _types, places, counts = windows.unique(return_inverse=True, return_counts=True)
     weights = counts.double().pow(-exponent)[places]
     return weights / weights.mean()
+
+
+def weighed_by_norm(weights: Tensor | None, states: Tensor) -> Tensor:
+    """Return `w_t / ‖h_t‖` of every token, `(batch, tokens)` float32 on the device of the states; 0 where `h_t = 0`.
+
+    The layers behind a block read its output normed, so an error of a given size matters less, the larger the state is:
+    `w_t / ‖h_t‖²` would count it as the next norm sees it. Halfway loses least on other text (docs/log.md), and tokens
+    with massive states, which some models make of the first one, no longer rule a moment.
+
+    Args:
+        weights: `(batch, tokens)`, or None where all count alike.
+        states: `(batch, tokens, d_model)` hidden states behind a block.
+    """
+    norms = states.float().norm(dim=-1)
+    inverse = torch.where(norms > 0, 1 / norms, 0)
+    return inverse if weights is None else weights.to(states.device, torch.float32) * inverse

@@ -1,0 +1,120 @@
+"""Runs what is around a model's decoder blocks: embeddings before the first, final norm and head behind the last."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .architectures import architecture_of
+from .hidden_states import HiddenStates
+
+
+class _StandIn(nn.Module):
+    """Stands in for a block: notes what it is called with, and returns its input, or what it was told to return."""
+
+    def __init__(self, block: nn.Module, tuple_output: bool) -> None:
+        super().__init__()
+        self._parameter_names = list(inspect.signature(block.forward).parameters)[1:]
+        self._tuple_output = tuple_output
+        # Some decoders read an attribute of the block (its attention type, say) to choose the mask it gets.
+        self._attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
+        self.arguments: dict[str, Any] = {}
+        self.states: Tensor | None = None
+        self.output: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        attributes = self.__dict__.get("_attributes", {})
+        return attributes[name] if name in attributes else super().__getattr__(name)
+
+    def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor | tuple[Tensor, None]:
+        """Note the input and the arguments, and return a tensor as the block returns its output."""
+        named = dict(zip(self._parameter_names, positional, strict=False))
+        self.states, self.arguments = hidden_states, {**named, **arguments}
+        output = hidden_states if self.output is None else self.output
+        return (output, None) if self._tuple_output else output
+
+
+@contextmanager
+def _stand_ins(model: PreTrainedModel, layers: nn.ModuleList) -> Iterator[list[_StandIn]]:
+    """While the context is open, nothing but what is around the model's blocks runs."""
+    tuple_output = architecture_of(model.config).tuple_output
+    originals, stand_ins = list(layers), [_StandIn(layer, tuple_output) for layer in layers]
+    try:
+        for index, stand_in in enumerate(stand_ins):
+            layers[index] = stand_in
+        yield stand_ins
+    finally:
+        for index, original in enumerate(originals):
+            layers[index] = original
+
+
+@torch.no_grad()
+def run_identity_blocks(
+    model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor, batch_size: int, hidden: HiddenStates
+) -> dict[int, list[dict[str, Any]]]:
+    """Run the model with identity blocks, and return by batch size the arguments of every block.
+
+    Args:
+        model: everything outside its blocks must hold weights; the blocks themselves are not touched.
+        layers: the model's block list.
+        windows: `(samples, seq_len)` token ids.
+        batch_size: sequences a batch.
+        hidden: where the hidden states before block 0 go.
+    """
+    arguments: dict[int, list[dict[str, Any]]] = {}
+    with _stand_ins(model, layers) as stand_ins:
+        for batch in windows.split(batch_size):
+            model.base_model(input_ids=batch.to(model.device), use_cache=False)
+            states = stand_ins[0].states
+            assert states is not None
+            hidden.append(states)
+            # Without padding the arguments depend on the shape of a batch alone.
+            arguments.setdefault(len(batch), [stand_in.arguments for stand_in in stand_ins])
+    return arguments
+
+
+@torch.no_grad()
+def run_behind_blocks(model: PreTrainedModel, layers: nn.ModuleList, states: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield what the model makes of hidden states behind its last block: final norm, head and all.
+
+    Args:
+        model: everything outside its blocks must hold weights; the blocks themselves are not touched.
+        layers: the model's block list.
+        states: `(rows, d_model)` each.
+    """
+    with _stand_ins(model, layers) as stand_ins:
+        for rows in states:
+            yield _logits(model, stand_ins, rows.to(model.device, model.dtype)).float()
+
+
+def pull_back_logits(
+    model: PreTrainedModel, layers: nn.ModuleList, states: Iterable[Tensor], draw: Callable[[Tensor], Tensor]
+) -> Iterator[Tensor]:
+    """Yield `J_tᵀ u_t` for each row `t` of hidden states, `J_t` the derivative of its logits: `(rows, d_model)` each.
+
+    Only the final norm and the head are differentiated, caps and scales of any family included; no block is.
+    Cost: the head forward, and once more backward.
+
+    Args:
+        model: everything outside its blocks must hold weights; the blocks themselves are not touched.
+        layers: the model's block list.
+        states: `(rows, d_model)` behind the last block.
+        draw: gives `u`, `(rows, vocab)` float32, for the `(rows, vocab)` float32 logits.
+    """
+    with _stand_ins(model, layers) as stand_ins:
+        for rows in states:
+            with torch.inference_mode(False), torch.enable_grad():
+                rows = rows.to(model.device, model.dtype, copy=True).requires_grad_()
+                logits = _logits(model, stand_ins, rows)
+                (pulled,) = torch.autograd.grad(logits, rows, draw(logits.detach().float()).to(logits.dtype))
+            yield pulled.float()
+
+
+def _logits(model: PreTrainedModel, stand_ins: list[_StandIn], rows: Tensor) -> Tensor:
+    stand_ins[-1].output = rows[:, None]
+    tokens = torch.zeros(len(rows), 1, dtype=torch.long, device=model.device)
+    return model(input_ids=tokens, use_cache=False).logits[:, -1]

@@ -1,0 +1,123 @@
+"""What the neurons of the last blocks do to the next-token distribution: its Fisher information, at some tokens.
+
+A change `δ` of a token's last hidden state changes its prediction `p` by `KL = ½ δᵀFδ + O(δ³)` nats, with
+`F = Jᵀ(diag p − p pᵀ)J` and `J` the derivative of the logits. The last blocks' outputs reach that state nearly as they
+are, so a neuron that goes costs `½ Σ_t z_ti² w_iᵀF_t w_i` there. Which tokens feel a neuron, its energy cannot tell
+(docs/log.md).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import Architecture
+from .architectures.access import affine
+from .blocks import BlockSource, Calibration, advance
+
+DEPTH = 4
+"""Blocks at the end of the model whose neurons are chosen by this, too. On SmolLM2 it takes 8 to 38 % off what the last
+two MLPs cost alone, a few per cent in the fourth-last, and nothing further ahead (docs/log.md)."""
+EVERY = 7
+"""Of a window's tokens, every seventh is probed: prime to the length of written continuations, so that all have a turn.
+Every thirteenth does nearly as well; a quarter of the windows does not (docs/log.md)."""
+ROWS = 256
+"""Distributions over the vocabulary that are in memory at once."""
+
+
+class FisherProbe:
+    """Takes the Fisher information at some tokens of a run, and gives it to the last blocks.
+
+    Args:
+        blocks: of the dense model.
+        n_layers: of the model.
+        numbers: `(samples,)` places in the text of this process's windows: what is drawn for one depends on its place.
+        device: where blocks run.
+        seed: of the draws; the global random state is neither read nor changed.
+    """
+
+    def __init__(self, blocks: BlockSource, n_layers: int, numbers: Tensor, device: torch.device, seed: int) -> None:
+        """Take nothing yet."""
+        self._blocks, self._n_layers, self._device = blocks, n_layers, device
+        self._numbers, self._seed = numbers.tolist(), seed
+        self._roots: Tensor | None = None
+
+    def reaches(self, index: int) -> bool:
+        """Tell whether the neurons of block `index` are chosen by this, too."""
+        return index >= self._n_layers - DEPTH
+
+    def take(self, block: nn.Module, index: int, peek: Callable[[int], nn.Module], dense: Calibration) -> None:
+        """Run the dense model on to its end and differentiate the logits of the probed tokens, unless that was done.
+
+        Args:
+            block: dense block `index`.
+            index: the first of the blocks that are run.
+            peek: gives each block behind it.
+            dense: the hidden states of this process's windows before it; they stay as they are.
+
+        Cost: at most `DEPTH` blocks; the head, forward and backward, on a seventh of the tokens. Memory: a copy of the
+        hidden states, and `(tokens/7, d_model)` that stay.
+        """
+        if self._roots is not None:
+            return
+        probe, seed = dense.copy(), 0
+        for layer in range(index, self._n_layers):
+            advance(block if layer == index else peek(layer), layer, probe, self._device)
+
+        def rows() -> Iterator[Tensor]:
+            nonlocal seed
+            windows = (window for states in probe.hidden for window in states)
+            for number, window in zip(self._numbers, windows, strict=True):
+                for part, probed in enumerate(window[::EVERY].split(ROWS)):
+                    seed = ((self._seed << 40) + (number << 12) + part) % 2**63
+                    yield probed
+
+        pulled = self._blocks.pull_back(rows(), lambda logits: fisher_noise(logits, seed))
+        roots = torch.cat([root.cpu() for root in pulled])
+        self._roots = roots.view(len(self._numbers), -1, roots.shape[1])
+
+    @contextmanager
+    def record(self, block: nn.Module, architecture: Architecture, dense: Calibration, total: Tensor) -> Iterator[None]:
+        """While the context is open, every forward of a dense `block` adds its probed tokens to `total`.
+
+        Args:
+            block: one of the last.
+            architecture: its family.
+            dense: this process's windows, a batch a forward.
+            total: `(3, d_int)` float64: `Σ w e z²`, `Σ w e z` and `Σ w e`, with `e_ti = (g_tᵀ w_i)²`.
+        """
+        assert self._roots is not None
+        down = architecture.projection(block, "down")
+        roots = self._roots.split([len(states) for states in dense.hidden])
+        batches = iter(zip(roots, dense.weights or [None] * len(roots), strict=True))
+
+        def add(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            roots, weights = next(batches)
+            z = inputs[0].reshape(len(roots), -1, inputs[0].shape[-1])[:, ::EVERY].float()
+            felt = (roots.to(z.device) @ affine(down).weight.float()).square()
+            if weights is not None:
+                felt *= weights[:, ::EVERY, None].to(felt)
+            total.add_(torch.stack([(felt * z.pow(power)).sum((0, 1)) for power in (2, 1, 0)]))
+
+        handle = down.register_forward_pre_hook(add)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def fisher_noise(logits: Tensor, seed: int) -> Tensor:
+    """Return random `u = √p ∘ ε − p (√pᵀε)` for each row, of mean 0 and covariance `diag p − p pᵀ`, `p = softmax`.
+
+    So `Jᵀu` has the covariance `JᵀF J` of a gradient of `log p_v` with `v` drawn from `p`, and lighter tails. Cost: one
+    Gaussian number a logit.
+
+    Args:
+        logits: `(rows, vocab)` float32.
+        seed: of the draw.
+    """
+    probabilities = logits.softmax(-1)
+    generator = torch.Generator(logits.device).manual_seed(seed)
+    noise = torch.randn(logits.shape, generator=generator, device=logits.device) * probabilities.sqrt()
+    return noise.sub_(probabilities * noise.sum(-1, keepdim=True))

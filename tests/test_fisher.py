@@ -1,0 +1,192 @@
+"""What the logits feel of a neuron: the gradients behind the last block, the sums over tokens, the scores."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.families import FAMILIES, Family, tokens
+from modegpt.architectures import architecture_of
+from modegpt.blocks import BlockSource, Calibration, advance, run_block
+from modegpt.fisher import EVERY, FisherProbe, fisher_noise
+from modegpt.hidden_states import HiddenStates
+from modegpt.modeling_modegpt import decoder_layers
+from modegpt.moments import BlockMoments
+from modegpt.preparation import Source, open_source
+from modegpt.solvers.mlp import felt_by_logits
+from modegpt.token_weights import token_weights
+
+CPU = torch.device("cpu")
+PLAIN = [family for family in FAMILIES if "mlp" not in family.whole and family.architecture.plain_mlp]
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+def embedded(blocks: BlockSource, windows: Tensor) -> Calibration:
+    return blocks.embed(windows, 3, HiddenStates())
+
+
+def opened(model: object, windows: Tensor) -> tuple[Source, Calibration]:
+    source = open_source(model, CPU)  # type: ignore[arg-type]
+    calibration = embedded(source.blocks, windows)
+    weights = token_weights(windows, 0.25)
+    assert weights is not None
+    calibration.weights = weights.split(3)
+    return source, calibration
+
+
+def test_the_noise_has_the_fisher_information_as_covariance():
+    logits = torch.randn(7, generator=torch.Generator().manual_seed(0))
+    n = 200_000
+    noise = fisher_noise(logits.expand(n, 7), seed=3).double()
+    p = logits.double().softmax(-1)
+    expected = torch.diag(p) - torch.outer(p, p)
+    # The product of two Gaussian numbers has a standard deviation of at most √(2 F_ii F_jj); six of the mean's.
+    bound = 6 * (2 * torch.outer(expected.diagonal(), expected.diagonal()) / n).sqrt()
+    assert bool(((noise.T @ noise / n - expected).abs() <= bound).all())
+    assert float(noise.sum(-1).abs().max()) < 1e-5  # float32 sums of numbers up to 3
+    assert torch.equal(fisher_noise(logits[None], 3), fisher_noise(logits[None], 3))
+    assert not torch.equal(fisher_noise(logits[None], 3), fisher_noise(logits[None], 4))
+
+
+@every_family
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_pulled_back_is_the_slope_of_the_logits(family: Family, inference: bool):
+    """Against central differences of the logits, with final norm, caps and scales of the family."""
+    source = open_source(family.dense().double(), CPU)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(5, family.dims.d_model, generator=generator, dtype=torch.float64)
+    step = torch.randn(rows.shape, generator=generator, dtype=torch.float64)
+    weights = torch.randn(5, family.dense().config.vocab_size, generator=generator)
+
+    def logits(states: Tensor) -> Tensor:
+        return next(iter(source.blocks.logits([states]))).double()
+
+    size = 1e-2  # the logits come in float32: their rounding over the step, and its square, are both some 1e-4
+    slope = ((logits(rows + size * step) - logits(rows - size * step)) / (2 * size) * weights).sum(-1)
+    with torch.inference_mode(inference):
+        pulled = next(iter(source.blocks.pull_back([rows], lambda _logits: weights)))
+    scale = (pulled.double() * step).abs().sum(-1)
+    assert bool((((pulled.double() * step).sum(-1) - slope).abs() <= 2e-3 * scale).all())
+    assert not pulled.requires_grad
+
+
+def felt(source, calibration: Calibration, numbers: Tensor) -> list[Tensor]:
+    """The sums of every block, with the blocks run in order beside the probe."""
+    probe, totals = FisherProbe(source.blocks, source.dims.n_layers, numbers, CPU, seed=5), []
+    for index in range(source.dims.n_layers):
+        block = source.blocks.peek(index, CPU)
+        assert probe.reaches(index)
+        total = BlockMoments.zeros(source.dims, ["fisher"])["fisher"]
+        probe.take(block, index, lambda later: source.blocks.peek(later, CPU), calibration)
+        with probe.record(block, source.architecture, calibration, total):
+            advance(block, index, calibration, CPU)
+        totals.append(total)
+    return totals
+
+
+@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family):
+    windows = tokens(rows=5, length=20)
+    source, calibration = opened(family.dense(), windows)
+    assert calibration.weights is not None
+    weights = torch.cat(list(calibration.weights))
+    totals = felt(source, calibration, torch.arange(5))
+
+    dense = family.dense()
+    layers = source.blocks.layers
+    for index, total in enumerate(totals):
+        expected = torch.zeros_like(total)
+        down = source.architecture.projection(layers[index], "down")
+        columns = (down.weight if down.weight.shape[0] == source.dims.d_model else down.weight.T).detach()
+        for number in range(5):
+            states = list(run_layers(source, embedded(source.blocks, windows[number, None])))
+            z, last = states[index][0][0, ::EVERY], states[-1][1][0, ::EVERY].clone().requires_grad_()
+            # One token a row: behind the blocks nothing mixes them.
+            log_p = dense_logits(dense, last)
+            noise = fisher_noise(log_p.detach().float(), (5 << 40) + (number << 12))
+            (root,) = torch.autograd.grad(log_p, last, noise)
+            effect = weights[number, ::EVERY, None] * (root @ columns).square().double()
+            expected += torch.stack([(effect * z.double() ** power).sum(0) for power in (2, 1, 0)])
+        # float32 forward and backward passes over batches of other sizes.
+        torch.testing.assert_close(total, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().mean()))
+        assert float(total[0].max()) > 0
+
+
+def run_layers(source, calibration: Calibration):
+    """What each block's down projection reads, and what the block puts out, of one batch."""
+    for index in range(source.dims.n_layers):
+        block, read = source.blocks.peek(index, CPU), []
+        hook = source.architecture.projection(block, "down").register_forward_pre_hook(
+            lambda _m, inputs, read=read: read.append(inputs[0])
+        )
+        (output,) = run_block(block, index, calibration, CPU)
+        hook.remove()
+        calibration.hidden[0] = output
+        yield read[0].view(1, -1, read[0].shape[-1]), output
+
+
+def dense_logits(dense, last: Tensor) -> Tensor:
+    """The model's logits with its last block's output replaced."""
+    final = decoder_layers(dense, architecture_of(dense.config).describe())[-1]
+
+    def replace(_module, _inputs, output):
+        return (last[:, None], *output[1:]) if isinstance(output, tuple) else last[:, None]
+
+    handle = final.register_forward_hook(replace)
+    try:
+        return dense(input_ids=torch.zeros(len(last), 1, dtype=torch.long), use_cache=False).logits[:, -1]
+    finally:
+        handle.remove()
+
+
+def test_processes_and_shards_see_the_same_as_one_model_in_memory(tmp_path: Path):
+    family = FAMILIES[0]
+    windows, numbers = tokens(rows=7, length=20), torch.arange(7)
+    family.dense().save_pretrained(tmp_path, max_shard_size="20KB")
+    source, calibration = opened(family.dense(), windows)
+    assert calibration.weights is not None
+    weights = torch.cat(list(calibration.weights))
+    expected = felt(source, calibration, numbers)
+    streamed, calibration = opened(str(tmp_path), windows)
+    assert all(map(torch.equal, felt(streamed, calibration, numbers), expected))
+    shared = [torch.zeros_like(total) for total in expected]
+    for rank in range(3):
+        calibration = embedded(source.blocks, windows[rank::3])
+        calibration.weights = weights[rank::3].split(3)
+        for total, part in zip(shared, felt(source, calibration, numbers[rank::3]), strict=True):
+            total += part
+    for total, whole in zip(shared, expected, strict=True):  # float32 passes over batches of other sizes
+        torch.testing.assert_close(total, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().mean()))
+
+
+def test_a_later_start_takes_the_same():
+    """A run that is resumed in the midst of the last blocks."""
+    source, calibration = opened(FAMILIES[0].dense(), tokens(rows=6, length=20))
+    numbers = torch.arange(6)
+    whole = felt(source, calibration.copy(), numbers)
+    advance(source.blocks.peek(0, CPU), 0, calibration, CPU)
+    probe, block = FisherProbe(source.blocks, source.dims.n_layers, numbers, CPU, 5), source.blocks.peek(1, CPU)
+    total = torch.zeros_like(whole[1])
+    probe.take(block, 1, lambda later: source.blocks.peek(later, CPU), calibration)
+    with probe.record(block, source.architecture, calibration, total):
+        advance(block, 1, calibration, CPU)
+    assert torch.equal(total, whole[1])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_varies_of_a_neuron_is_felt_times_the_share_that_others_do_not_make_up_for(bias: bool):
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(50, 6, generator=generator, dtype=torch.float64) + 1
+    z[:, 4] = 0  # a dead neuron
+    effect = torch.rand(50, 6, generator=generator, dtype=torch.float64)
+    down = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+    scores = torch.rand(6, generator=generator, dtype=torch.float64)
+    sums = {"mlp": z.T @ z, "fisher": torch.stack([(effect * z**power).sum(0) for power in (2, 1, 0)])}
+    if bias:
+        sums["mlp_sum"] = z.sum(0)
+    centre = z.mean(0) if bias else torch.zeros(6, dtype=torch.float64)
+    energy = (z - centre).square().sum(0) * down.square().sum(0)
+    expected = (effect * (z - centre).square()).sum(0) * scores / energy
+    expected[4] = 0
+    torch.testing.assert_close(felt_by_logits(BlockMoments(sums, n_tokens=50), scores, down), expected)
