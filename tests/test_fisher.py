@@ -1,5 +1,6 @@
 """What the logits feel of a neuron: the gradients behind the last block, the sums over tokens, the scores."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,14 +72,19 @@ def test_what_is_pulled_back_is_the_slope_of_the_logits(family: Family, inferenc
     assert not pulled.requires_grad
 
 
+def probe_of(source: Source, numbers: Tensor) -> FisherProbe:
+    peek = partial(source.blocks.peek, device=CPU)
+    return FisherProbe(source.blocks, peek, source.dims.n_layers, numbers, CPU, seed=5)
+
+
 def felt(source, calibration: Calibration, numbers: Tensor) -> list[Tensor]:
     """The sums of every block, with the blocks run in order beside the probe."""
-    probe, totals = FisherProbe(source.blocks, source.dims.n_layers, numbers, CPU, seed=5), []
+    probe, totals = probe_of(source, numbers), []
     for index in range(source.dims.n_layers):
         block = source.blocks.peek(index, CPU)
         assert probe.reaches(index)
         total = BlockMoments.zeros(source.dims, ["fisher"])["fisher"]
-        probe.take(block, index, lambda later: source.blocks.peek(later, CPU), calibration)
+        probe.take(block, index, calibration)
         with probe.record(block, source.architecture, calibration, total):
             advance(block, index, calibration, CPU)
         totals.append(total)
@@ -166,9 +172,9 @@ def test_a_later_start_takes_the_same():
     numbers = torch.arange(6)
     whole = felt(source, calibration.copy(), numbers)
     advance(source.blocks.peek(0, CPU), 0, calibration, CPU)
-    probe, block = FisherProbe(source.blocks, source.dims.n_layers, numbers, CPU, 5), source.blocks.peek(1, CPU)
+    probe, block = probe_of(source, numbers), source.blocks.peek(1, CPU)
     total = torch.zeros_like(whole[1])
-    probe.take(block, 1, lambda later: source.blocks.peek(later, CPU), calibration)
+    probe.take(block, 1, calibration)
     with probe.record(block, source.architecture, calibration, total):
         advance(block, 1, calibration, CPU)
     assert torch.equal(total, whole[1])

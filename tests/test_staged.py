@@ -1,6 +1,7 @@
 """One block in two stages: the MLP's moments behind the compressed attention, and what the logits are measured with."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def compressed(source, calibration, ranks, config, dense=None, drifted=True, pro
 def halfway(source, calibration, ranks, config, dense=None, drifted=True, probe=None):
     """The compressed block, whether its second half alone is to run, what hands it on, and what was done."""
     block, calibration = source.blocks.take(0, CPU), calibration.copy()
-    compressor = BlockCompressor(source, config, CPU, join_team(CPU), Stopwatch(CPU), peek(source), probe)
+    compressor = BlockCompressor(source, config, CPU, join_team(CPU), Stopwatch(CPU), probe)
     outcome, middle = compressor.compress(block, 0, calibration, ranks, dense, drifted)
 
     def hand_on():
@@ -88,12 +89,9 @@ def halfway(source, calibration, ranks, config, dense=None, drifted=True, probe=
     return block, middle, hand_on, outcome
 
 
-def peek(source):
-    return lambda index: source.blocks.peek(index, CPU)
-
-
 def probe_of(source):
-    return FisherProbe(source.blocks, source.dims.n_layers, torch.arange(5), CPU, seed=0)
+    peek = partial(source.blocks.peek, device=CPU)
+    return FisherProbe(source.blocks, peek, source.dims.n_layers, torch.arange(5), CPU, seed=0)
 
 
 def shifted(calibration):
@@ -234,7 +232,7 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
         scores = scores * own_share(gates, GATE_RIDGE)
     if felt:
         sums, probe = torch.zeros(3, source.dims.d_int, dtype=torch.float64), probe_of(source)
-        probe.take(block, 0, peek(source), before)
+        probe.take(block, 0, before)
         with probe.record(block, architecture, before, sums):
             list(run_block(block, 0, before, CPU))
         seen = sums[0]

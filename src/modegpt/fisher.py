@@ -31,15 +31,24 @@ class FisherProbe:
 
     Args:
         blocks: of the dense model.
+        peek: gives each of them that is still to come.
         n_layers: of the model.
         numbers: `(samples,)` places in the text of this process's windows: what is drawn for one depends on its place.
         device: where blocks run.
         seed: of the draws; the global random state is neither read nor changed.
     """
 
-    def __init__(self, blocks: BlockSource, n_layers: int, numbers: Tensor, device: torch.device, seed: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockSource,
+        peek: Callable[[int], nn.Module],
+        n_layers: int,
+        numbers: Tensor,
+        device: torch.device,
+        seed: int,
+    ) -> None:
         """Take nothing yet."""
-        self._blocks, self._n_layers, self._device = blocks, n_layers, device
+        self._blocks, self._peek, self._n_layers, self._device = blocks, peek, n_layers, device
         self._numbers, self._seed = numbers.tolist(), seed
         self._roots: Tensor | None = None
 
@@ -47,13 +56,12 @@ class FisherProbe:
         """Tell whether the neurons of block `index` are chosen by this, too."""
         return index >= self._n_layers - DEPTH
 
-    def take(self, block: nn.Module, index: int, peek: Callable[[int], nn.Module], dense: Calibration) -> None:
+    def take(self, block: nn.Module, index: int, dense: Calibration) -> None:
         """Run the dense model on to its end and differentiate the logits of the probed tokens, unless that was done.
 
         Args:
             block: dense block `index`.
             index: the first of the blocks that are run.
-            peek: gives each block behind it.
             dense: the hidden states of this process's windows before it; they stay as they are.
 
         Cost: at most `DEPTH` blocks; the head, forward and backward, on a seventh of the tokens. Memory: a copy of the
@@ -63,7 +71,7 @@ class FisherProbe:
             return
         probe, seed = dense.copy(), 0
         for layer in range(index, self._n_layers):
-            advance(block if layer == index else peek(layer), layer, probe, self._device)
+            advance(block if layer == index else self._peek(layer), layer, probe, self._device)
 
         def rows() -> Iterator[Tensor]:
             nonlocal seed

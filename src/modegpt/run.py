@@ -209,8 +209,8 @@ class Run:
         # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
-        probe = self._probe(windows) if feedback else None
-        compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch, blocks.peek, probe)
+        probe = self._probe(windows, blocks.peek) if feedback else None
+        compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch, probe)
         drifted = False
         outcomes: list[BlockOutcome] = []
         self._tell("compress", 0)
@@ -237,10 +237,11 @@ class Run:
             self._tell("compress", index + 1)
         return outcomes
 
-    def _probe(self, windows: Tensor) -> FisherProbe:
+    def _probe(self, windows: Tensor, peek: Callable[[int], nn.Module]) -> FisherProbe:
         """Return what tells the last blocks which neurons the logits feel."""
         numbers = self.team.share(torch.arange(len(windows)))
-        return FisherProbe(self.source.blocks, self.source.dims.n_layers, numbers, self.device, self.config.seed)
+        n_layers, seed = self.source.dims.n_layers, self.config.seed
+        return FisherProbe(self.source.blocks, peek, n_layers, numbers, self.device, seed)
 
     def _restore(
         self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome, dense: Calibration | None

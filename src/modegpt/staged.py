@@ -1,6 +1,6 @@
 """One block of a run: its moments are taken and its modules compressed, in one stage or in two."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -51,8 +51,6 @@ class BlockCompressor:
     device: torch.device
     team: Team
     watch: Stopwatch
-    peek: Callable[[int], nn.Module] | None = None
-    """Gives a dense block that is still to come, only to be run."""
     probe: FisherProbe | None = None
     """By which the neurons of the last blocks are chosen, too, where the dense model goes beside."""
 
@@ -128,8 +126,7 @@ class BlockCompressor:
         neurons = self._moments([module for module in modules if module == "mlp"], block, more, EVERY if drifted else 1)
         with self.watch.stage("moments"), ExitStack() as stack:
             if probe is not None:
-                assert self.peek is not None
-                probe.take(block, index, self.peek, dense)
+                probe.take(block, index, dense)
                 stack.enter_context(probe.record(block, source.architecture, dense, neurons["fisher"]))
             for moments in (attention, neurons):
                 if moments.sums:
