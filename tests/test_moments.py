@@ -245,3 +245,34 @@ def test_tokens_weighed_by_norm_are_those_of_the_weights_that_the_output_gives(m
     for name in names:
         torch.testing.assert_close(taken[0][name], taken[1][name], **CLOSE)
         assert taken[0][name].any()
+
+
+def test_which_tokens_count_does_not_hang_on_how_windows_are_shared():
+    """Windows of 7 tokens, of which every third counts: two processes see what one does."""
+    torch.manual_seed(3)
+    model = llama()
+    architecture = architecture_of(model.config)
+    blocks = ModelBlocks(model, architecture, consume=False)
+    dims = Dimensions.of(architecture, model.config)
+    block, windows = blocks.peek(0, torch.device("cpu")), torch.randint(50, (5, 7))
+
+    def taken(places: torch.Tensor, offsets: list[torch.Tensor] | None) -> BlockMoments:
+        calibration = blocks.embed(windows[places], 3, HiddenStates())
+        moments = BlockMoments.zeros(dims, ("mlp", "gate"), every=3)
+        with record_moments(block, architecture, dims, moments, offsets=offsets):
+            list(run_block(block, 0, calibration, torch.device("cpu")))
+        return moments
+
+    whole = taken(torch.arange(5), None)
+    shared = None
+    for rank in range(2):
+        places = torch.arange(5)[rank::2]
+        part = taken(places, list((places % 3 * 7).split(3)))
+        if shared is None:
+            shared = part
+        else:
+            shared.merge(part)
+    assert shared is not None
+    assert shared.n_tokens == whole.n_tokens == 7 + 5  # of 21 and of 14 tokens
+    for name in ("mlp", "gate"):
+        torch.testing.assert_close(shared[name], whole[name], **CLOSE)

@@ -31,10 +31,13 @@ class Calibration:
     """By batch size, the keyword arguments of each layer (masks, position embeddings)."""
     weights: Sequence[Tensor] | None = None
     """By batch, how much each token counts in the moments, `(batch, tokens)`; None where all count alike."""
+    offsets: Sequence[Tensor] | None = None
+    """By batch, where its windows would begin in a batch if one process ran all of them, `(batch,)`, in tokens. Which
+    tokens are taken where some are enough goes by it, so that it does not hang on how many processes share the text."""
 
     def copy(self) -> "Calibration":
         """Return the same calibration with hidden states of its own."""
-        return Calibration(self.hidden.copy(), self.arguments, self.weights)
+        return Calibration(self.hidden.copy(), self.arguments, self.weights, self.offsets)
 
 
 class BlockSource(Protocol):

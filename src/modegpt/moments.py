@@ -73,6 +73,10 @@ class BlockMoments:
     """What the weights of all tokens sum to."""
     every: int = 1
     """Of the tokens of a batch, every so manieth is counted."""
+    places: Tensor | None = field(default=None, repr=False)
+    """Places of the tokens that count in the batch that comes next; None for every so manieth from its first one."""
+    gate_places: Tensor | None = field(default=None, repr=False)
+    """Places among these of the tokens whose gates count; None for every `GATES_EVERY`-th."""
     roots: Tensor | None = field(default=None, repr=False)
     """`(tokens, 1)` square roots of the weights of the tokens that come next; None where all count alike."""
     _mlp_input: Tensor | None = field(default=None, repr=False)
@@ -99,7 +103,7 @@ class BlockMoments:
             states: `(..., width)`: what the down projection reads, what a projection gives, heads side by side, or
                 what the output projection reads. Cost: `2·d_int²` operations a token for `mlp`.
         """
-        x = states.flatten(0, -2)[:: self.every].float()
+        x = self.counted(states).float()
         if self.roots is not None and source in WEIGHTED:
             x = self.roots * x
         if source == "mlp" and "mlp_target" in self.sums:
@@ -117,17 +121,17 @@ class BlockMoments:
 
     def update_gates(self, activations: Tensor, up: Tensor) -> None:
         """Add some tokens' gates `a = z / u`, from `(..., d_int)` `z` and `u`. Cost: `d_int²/2` operations a token."""
-        step = self.every * GATES_EVERY
-        z, u = (states.flatten(0, -2)[::step].float() for states in (activations, up))
+        some = slice(None, None, GATES_EVERY) if self.gate_places is None else self.gate_places.to(up.device)
+        z, u = (self.counted(states)[some].float() for states in (activations, up))
         a = torch.where(u != 0, z / u, 0)
         if self.roots is not None:
-            a = self.roots[::GATES_EVERY] * a
+            a = self.roots[some] * a
         self.sums["gate"] += a.mT @ a
 
     def update_target(self, wanted: Tensor) -> None:
         """Add `(..., d_model)` targets of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
         assert self._mlp_input is not None
-        y = wanted.flatten(0, -2)[:: self.every].float()
+        y = self.counted(wanted).float()
         if self.roots is not None:
             y = self.roots * y
         self.sums["mlp_target"] += self._mlp_input.mT @ y
@@ -137,6 +141,19 @@ class BlockMoments:
             weighted = y if self.roots is None else self.roots * y
             self.sums["target_sum"] += weighted.sum(0, dtype=torch.float64)
         self._mlp_input = None
+
+    def begin(self, batch: int, length: int, offsets: Tensor | None) -> None:
+        """Choose the tokens that count in the next `batch` windows of `length` tokens; see `Calibration.offsets`."""
+        starts = length * torch.arange(batch) if offsets is None else offsets
+        places = (starts[:, None] + torch.arange(length)).flatten()
+        counted = (places % self.every == 0).nonzero()[:, 0]
+        self.places = counted if self.every > 1 else None
+        self.gate_places = (places[counted] % (self.every * GATES_EVERY) == 0).nonzero()[:, 0]
+
+    def counted(self, states: Tensor) -> Tensor:
+        """Return the `(tokens, width)` states of those tokens of a batch that count."""
+        rows = states.flatten(0, -2)
+        return rows[:: self.every] if self.places is None else rows[self.places.to(rows.device)]
 
     def merge(self, other: "BlockMoments") -> None:
         """Add the moments of other tokens of the same block: sums of disjoint batches merge exactly."""
@@ -161,15 +178,17 @@ def record_moments(
     moments: BlockMoments,
     weights: Iterable[Tensor] | None = None,
     by_norm: bool = False,
+    offsets: Iterable[Tensor] | None = None,
 ) -> Iterator[None]:
     """While the context is open, every forward of a dense `block` adds its tokens to `moments`.
 
     Where only the MLP's are asked for, the block may already be a compressed one. `weights` are those of
     the tokens of each forward, in turn. With `by_norm` they are divided by the norms of what the block puts out
-    (`weighed_by_norm`), so its tokens are added as it ends.
+    (`weighed_by_norm`), so its tokens are added as it ends. `offsets` are those of `Calibration`.
     """
     layout = Layout.dense(architecture, dims)
     coming = None if weights is None else iter(weights)
+    starts = None if offsets is None else iter(offsets)
     sources = {name.split("_")[0] for name in moments.sums}
     with ExitStack() as stack:
 
@@ -182,10 +201,11 @@ def record_moments(
             weights = None if coming is None else next(coming)
             if by_norm:
                 weights = weighed_by_norm(weights, states)
+            moments.begin(len(states), states.shape[1], None if starts is None else next(starts))
             if weights is None:
-                moments.n_tokens += len(states[..., 0].flatten()[:: moments.every])
+                moments.n_tokens += len(moments.counted(states))
                 return
-            weights = weights.reshape(-1, 1)[:: moments.every]
+            weights = moments.counted(weights[..., None])
             moments.n_tokens += weights.sum().item()
             moments.roots = weights.sqrt().to(states.device, torch.float32)
 

@@ -261,9 +261,11 @@ class Run:
     def _weighted(self, windows: Tensor, streams: int) -> Calibration:
         """Return this process's share of the windows that moments are taken on, each token with its weight."""
         calibration = self._embed(self.team.share(windows), streams)
-        weights = token_weights(windows, self.config.rarity_exponent)
+        length = windows.shape[1]
+        size, weights = self._batch_size(length), token_weights(windows, self.config.rarity_exponent)
         if weights is not None:
-            calibration.weights = self.team.share(weights).split(self._batch_size(windows.shape[1]))
+            calibration.weights = self.team.share(weights).split(size)
+        calibration.offsets = self.team.share(torch.arange(len(windows)) % size * length).split(size)
         return calibration
 
     def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:

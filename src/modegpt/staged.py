@@ -131,7 +131,9 @@ class BlockCompressor:
             for moments in (attention, neurons):
                 if moments.sums:
                     by_norm = moments is neurons
-                    recorder = record_moments(block, source.architecture, dims, moments, dense.weights, by_norm)
+                    recorder = record_moments(
+                        block, source.architecture, dims, moments, dense.weights, by_norm, dense.offsets
+                    )
                     stack.enter_context(recorder)
             advance(block, index, dense, self.device)
         self._summed(attention, index)
@@ -212,7 +214,9 @@ class BlockCompressor:
         if "mlp" not in modules:
             idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
         with ExitStack() as stack:
-            stack.enter_context(record_moments(block, architecture, self.source.dims, moments, weights))
+            stack.enter_context(
+                record_moments(block, architecture, self.source.dims, moments, weights, offsets=calibration.offsets)
+            )
             if middle is not None and dense is not None and self._fits(calibration, block):
                 kept = middle.activations = []
                 down = architecture.projection(block, "down")
