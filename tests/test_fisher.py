@@ -1,5 +1,6 @@
 """What the logits feel of a neuron: the gradients behind the last block, the sums over tokens, the scores."""
 
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from conformance.families import FAMILIES, Family, tokens
 from modegpt.architectures import architecture_of
-from modegpt.blocks import BlockSource, Calibration, advance, run_block
+from modegpt.blocks import BlockSource, Calibration, PrefetchedBlocks, advance, run_block
 from modegpt.fisher import EVERY, FisherProbe, fisher_noise
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
@@ -178,6 +179,16 @@ def test_a_later_start_takes_the_same():
     with probe.record(block, source.architecture, calibration, total):
         advance(block, 1, calibration, CPU)
     assert torch.equal(total, whole[1])
+
+
+def test_a_block_that_was_fetched_ahead_is_peeked_at_where_it_is():
+    """As on a GPU, where the next block has left the model already when the probe runs on to its end."""
+    source = open_source(FAMILIES[0].dense(), CPU)
+    blocks, ahead = PrefetchedBlocks(source.blocks, CPU, source.dims.n_layers), Future()
+    ahead.set_result(source.blocks.take(1, CPU))
+    blocks._next = (1, ahead)
+    assert blocks.peek(1) is ahead.result()
+    assert blocks.peek(2) is source.blocks.peek(2, CPU)
 
 
 @pytest.mark.parametrize("bias", [False, True])
