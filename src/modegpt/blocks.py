@@ -32,8 +32,8 @@ class Calibration:
     weights: Sequence[Tensor] | None = None
     """By batch, how much each token counts in the moments, `(batch, tokens)`; None where all count alike."""
     offsets: Sequence[Tensor] | None = None
-    """By batch, where its windows would begin in a batch if one process ran all of them, `(batch,)`, in tokens. Which
-    tokens are taken where some are enough goes by it, so that it does not hang on how many processes share the text."""
+    """By batch, where its windows begin in the text of all processes, `(batch,)`, in tokens (modulo a period). Which
+    tokens are taken where some are enough goes by it, not by batches or by how many processes share the text."""
 
     def copy(self) -> "Calibration":
         """Return the same calibration with hidden states of its own."""

@@ -31,6 +31,9 @@ from .staged import BlockCompressor
 from .surgery import BlockOutcome, cut_modules, rounded_tensors
 from .token_weights import token_weights
 
+OFFSET_PERIOD = 4096
+"""Tokens after which the count of `Calibration.offsets` begins anew, whatever the size of a batch."""
+
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it: first
 with 0, as the stage begins."""
@@ -265,7 +268,7 @@ class Run:
         size, weights = self._batch_size(length), token_weights(windows, self.config.rarity_exponent)
         if weights is not None:
             calibration.weights = self.team.share(weights).split(size)
-        calibration.offsets = self.team.share(torch.arange(len(windows)) % size * length).split(size)
+        calibration.offsets = self.team.share(torch.arange(len(windows)) * length % OFFSET_PERIOD).split(size)
         return calibration
 
     def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
