@@ -12,8 +12,9 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python -m modegpt demo
 
+# The models of the tests are too small for threads: files are dealt to processes instead, one thread each.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -148,28 +148,47 @@ def resuming() -> str:
 
 
 def zero_shot() -> str:
-    """Return the section on zero-shot accuracy by sparsity."""
-    if (data := load("zero_shot.json")) is None:
-        return ""
-    about, rows = data["protocol"], []
+    """Return the section on zero-shot accuracy by sparsity: the main tasks, then the others with the means over all."""
+    parts, earlier = [], {}
+    for name in ("zero_shot.json", "zero_shot_others.json"):
+        if (data := load(name)) is not None:
+            parts.append(_accuracies(data, earlier))
+            earlier = {(row["solver"], row["sparsity"]): row for row in data["rows"]}
+    return "\n\n".join(parts)
+
+
+def _accuracies(data: dict[str, Any], earlier: dict[tuple[str, float], dict[str, Any]]) -> str:
+    about = data["protocol"]
+    header = ["solvers", "sparsity", *(f"`{task}`" for task in about["tasks"]), "mean", "mean of `acc`"]
+    rows, errors = [], []
     for row in data["rows"]:
         tasks = [row["tasks"][task] for task in about["tasks"]]
-        cells = [task["acc"] if task["acc_norm"] is None else task["acc_norm"] for task in tasks]
+        figures = [task["acc"] if task["acc_norm"] is None else task["acc_norm"] for task in tasks]
+        figures += [row["mean"]["acc_norm"], row["mean"]["acc"]]
+        if earlier:
+            before = earlier[row["solver"], row["sparsity"]]
+            figures += [_joint(before, row, "acc_norm"), _joint(before, row, "acc")]
         share = f"{row['sparsity']:.0%}" if row["sparsity"] else ""
-        rows.append(
-            [
-                f"`{row['solver']}`",
-                share,
-                *(f"{cell:.1%}" for cell in (*cells, row["mean"]["acc_norm"], row["mean"]["acc"])),
-            ]
-        )
-    header = ["solvers", "sparsity", *(f"`{task}`" for task in about["tasks"]), "mean", "mean of `acc`"]
-    error = max(row["mean"]["acc_stderr"] for row in data["rows"])
-    return (
-        f"**Zero-shot accuracy.** `acc_norm` (`acc` for winogrande) of the first {about['limit']} samples of each task "
+        rows.append([f"`{row['solver']}`", share, *(f"{figure:.1%}" for figure in figures)])
+        every = [*tasks, *(before["tasks"].values() if earlier else ())]
+        errors.append(math.hypot(*(task["acc_stderr"] for task in every)) / len(every))
+    title, which = "**Zero-shot accuracy.**", "a mean"
+    if earlier:
+        header += [f"all {len(every)}", "all, `acc`"]
+        title, which = "**The other tasks, and the means over all.**", f"a mean over all {len(every)}"
+    plain = [name for name in about["tasks"] if data["rows"][0]["tasks"][name]["acc_norm"] is None]
+    text = (
+        f"{title} `acc_norm` (`acc` for {' and '.join(plain)}) of the first {about['limit']} samples of each task "
         f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}.\n"
-        f"The standard error of a mean is about {error:.1%} (`benchmarks/zero_shot.py`).\n\n" + table(header, rows)
+        f"The standard error of {which} is about {max(errors):.1%} (`benchmarks/zero_shot.py`)."
     )
+    return text + "\n\n" + table(header, rows)
+
+
+def _joint(first: dict[str, Any], second: dict[str, Any], figure: str) -> float:
+    """Return the unweighted mean over the tasks of two rows."""
+    n, m = len(first["tasks"]), len(second["tasks"])
+    return (n * first["mean"][figure] + m * second["mean"][figure]) / (n + m)
 
 
 def speed() -> str:
