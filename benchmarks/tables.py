@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -149,34 +150,35 @@ def resuming() -> str:
 
 def zero_shot() -> str:
     """Return the section on zero-shot accuracy by sparsity: the main tasks, then the others with the means over all."""
-    parts, earlier = [], {}
-    for name in ("zero_shot.json", "zero_shot_others.json"):
-        if (data := load(name)) is not None:
-            parts.append(_accuracies(data, earlier))
-            earlier = {(row["solver"], row["sparsity"]): row for row in data["rows"]}
+    parts = []
+    main, others = load("zero_shot.json"), load("zero_shot_others.json")
+    if main is not None:
+        parts.append(_accuracies("**Zero-shot accuracy.**", main))
+    if main is not None and others is not None:
+        before = {(row["solver"], row["sparsity"]): row["tasks"] for row in main["rows"]}
+        parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
     return "\n\n".join(parts)
 
 
-def _accuracies(data: dict[str, Any], earlier: dict[tuple[str, float], dict[str, Any]]) -> str:
-    about = data["protocol"]
+def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float], dict[str, Any]] | None = None) -> str:
+    """Return a table of tasks and means; with the tasks measured `before`, by row, the means over those and these."""
+    about, rows, errors = data["protocol"], [], []
     header = ["solvers", "sparsity", *(f"`{task}`" for task in about["tasks"]), "mean", "mean of `acc`"]
-    rows, errors = [], []
+    which = "a mean"
+    if before:
+        n_tasks = len(about["tasks"]) + len(next(iter(before.values())))
+        header += [f"all {n_tasks}", "all, `acc`"]
+        which = f"a mean over all {n_tasks}"
     for row in data["rows"]:
-        tasks = [row["tasks"][task] for task in about["tasks"]]
-        figures = [task["acc"] if task["acc_norm"] is None else task["acc_norm"] for task in tasks]
-        figures += [row["mean"]["acc_norm"], row["mean"]["acc"]]
-        if earlier:
-            before = earlier[row["solver"], row["sparsity"]]
-            figures += [_joint(before, row, "acc_norm"), _joint(before, row, "acc")]
+        tasks = every = [row["tasks"][name] for name in about["tasks"]]
+        figures = [*map(_accuracy, tasks), row["mean"]["acc_norm"], row["mean"]["acc"]]
+        if before:
+            every = [*before[row["solver"], row["sparsity"]].values(), *tasks]
+            figures += _means(every)
         share = f"{row['sparsity']:.0%}" if row["sparsity"] else ""
         rows.append([f"`{row['solver']}`", share, *(f"{figure:.1%}" for figure in figures)])
-        every = [*tasks, *(before["tasks"].values() if earlier else ())]
         errors.append(math.hypot(*(task["acc_stderr"] for task in every)) / len(every))
-    title, which = "**Zero-shot accuracy.**", "a mean"
-    if earlier:
-        header += [f"all {len(every)}", "all, `acc`"]
-        title, which = "**The other tasks, and the means over all.**", f"a mean over all {len(every)}"
-    plain = [name for name in about["tasks"] if data["rows"][0]["tasks"][name]["acc_norm"] is None]
+    plain = [name for name, task in data["rows"][0]["tasks"].items() if task["acc_norm"] is None]
     text = (
         f"{title} `acc_norm` (`acc` for {' and '.join(plain)}) of the first {about['limit']} samples of each task "
         f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}.\n"
@@ -185,10 +187,13 @@ def _accuracies(data: dict[str, Any], earlier: dict[tuple[str, float], dict[str,
     return text + "\n\n" + table(header, rows)
 
 
-def _joint(first: dict[str, Any], second: dict[str, Any], figure: str) -> float:
-    """Return the unweighted mean over the tasks of two rows."""
-    n, m = len(first["tasks"]), len(second["tasks"])
-    return (n * first["mean"][figure] + m * second["mean"][figure]) / (n + m)
+def _accuracy(task: dict[str, Any]) -> float:
+    return task["acc"] if task["acc_norm"] is None else task["acc_norm"]
+
+
+def _means(tasks: list[dict[str, Any]]) -> list[float]:
+    """Return the unweighted means over tasks, of `acc_norm` where there is one and of `acc`."""
+    return [fmean(map(_accuracy, tasks)), fmean(task["acc"] for task in tasks)]
 
 
 def speed() -> str:
