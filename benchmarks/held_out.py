@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 import modegpt
 from common import compressed, default_model, finished, parser, save, wikitext
 from modegpt.calibration import draw_windows, load_text, tokenize
+from modegpt.damage import divergence, log_probabilities
 from modegpt.local_tasks import read_task
 from modegpt.models import open_model, open_tokenizer
 
@@ -44,13 +45,13 @@ def spread(tokens: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tensor) -> float:
+def mean_divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tensor) -> float:
     """Return the mean `KL(dense ‖ model)` of the next-token distributions over windows of a text, in nats."""
     total = 0.0
     for window in tokens.view(-1, 1, SEQ_LEN):
-        was, now = (each(input_ids=window, use_cache=False).logits.log_softmax(-1) for each in (dense, model))
-        total += float((was.exp() * (was - now)).sum(-1).mean())
-    return total / (len(tokens) // SEQ_LEN)
+        told = (log_probabilities(each(input_ids=window, use_cache=False).logits) for each in (dense, model))
+        total += divergence(*told)
+    return total / len(tokens)
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def main() -> None:
         model = compressed(asked, dense, windows, modegpt.CompressionConfig(**settings))
         found = logs(model)
         rise = {key: value - rows[0]["log_perplexity"][key] for key, value in found.items()}
-        far = {key: divergence(dense, model, text) for key, text in texts.items()}
+        far = {key: mean_divergence(dense, model, text) for key, text in texts.items()}
         rows.append({"settings": settings, "log_perplexity": found, "rise": rise, "divergence": far})
         rows[-1]["seconds"] = model.modegpt_report["seconds"]
         print(rows[-1], flush=True)

@@ -141,19 +141,22 @@ def _divergences(
     """Yield the mean divergence of each trial from the dense model, both as they are behind the last block."""
     streams = (held, *trials.values())
     logits = source.blocks.logits(rows for stream in streams for rows in _compared(stream))
-    dense = [_log_probabilities(next(logits)) for _ in _compared(held)]
+    dense = [log_probabilities(next(logits)) for _ in _compared(held)]
     n_rows = sum(map(len, dense))
     for place in trials:
-        total = 0.0
-        for expected in dense:
-            lost = expected - _log_probabilities(next(logits))
-            # Σ p d = Σ p (d + exp(−d) − 1), as Σ p exp(−d) = Σ p̂ = 1: no terms of first order that must cancel.
-            lost += torch.expm1(-lost)
-            total += (lost * expected.exp()).sum().item()
+        total = sum(divergence(expected, log_probabilities(next(logits))) for expected in dense)
         yield place, total / n_rows
 
 
-def _log_probabilities(logits: Tensor) -> Tensor:
+def divergence(expected: Tensor, found: Tensor) -> float:
+    """Return `Σ KL(expected ‖ found)` in nats over rows of log-probabilities, `(..., vocabulary)`."""
+    lost = expected - found
+    # Σ p d = Σ p (d + exp(−d) − 1), as Σ p exp(−d) = Σ p̂ = 1: no terms of first order that must cancel.
+    lost += torch.expm1(-lost)
+    return (lost * expected.exp()).sum().item()
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
     """Return the log-softmax in float64, in which no probability that matters vanishes."""
     return logits.log_softmax(-1, dtype=torch.float64)
 
