@@ -184,13 +184,14 @@ def test_limit_mean_and_progress(networks: dict[str, PreTrainedModel], tokenizer
     assert single.mean.acc_stderr is None
 
 
-def test_answers_of_one_token_count_once(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):
-    records = [{"query": f"Question {i}\nAnswer:", "choices": ["A", "B", "C"], "gold": i % 3} for i in range(6)]
+def test_progress_counts_answers(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):
+    choices = ["A", "B", "a longer one"]
+    records = [{"query": f"Question {i}\nAnswer:", "choices": choices, "gold": i % 3} for i in range(6)]
     calls: list[tuple[str, int, int]] = []
     file = write(tmp_path / "letters.jsonl", records)
-    evaluate_tasks(networks["dense"], tokenizer, [file], progress=lambda *call: calls.append(call))
-    shared = len({tuple(tokenizer(record["query"]).input_ids) for record in records})
-    assert calls[-1] == ("letters", shared, shared)
+    evaluate_tasks(networks["dense"], tokenizer, [file], batch_size=4, progress=lambda *call: calls.append(call))
+    # Two questions of three answers are more than a batch of four; the long answer runs apart from the short ones.
+    assert calls == [("letters", done, 18) for start in range(0, 18, 3) for done in (start + 1, start + 3)]
 
 
 def test_nothing_of_the_callers_changes(

@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from .errors import InputError, NumericalError
 from .evaluate import LOGIT_BYTES
 from .local_tasks import LocalTask
+from .shared_context import questions, score_answers, takes_part
 
 ACCURACIES = ("acc", "acc_norm")
 MAX_BATCH = 64
@@ -61,9 +62,19 @@ class Harness(SCORER):
                     "cannot score"
                 )
         self.truncated = sum(length > self.max_length + 1 for length in lengths)
-        # Answers of one token after the same context are read off one row of logits.
-        self._done, self._total = 0, len({(*context, *answer[:-1]) for _, context, answer in requests})
-        scores = super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+        tokens = [request[1:] for request in requests]
+        shared = questions(tokens, self.max_length) if takes_part(self.model) else []
+        known = {place for question in shared for place in question.places}
+        alone = [place for place in range(len(requests)) if place not in known]
+        # Where they are cut, answers of one token after the same context are read off one row of logits.
+        rows = {(*context, *answer[:-1]) for _, context, answer in (requests[place] for place in alone)}
+        self._done, self._total = 0, len(known) + len(rows)
+        found = score_answers(self.model, shared, self.batch_size_per_gpu, self.softmax_dtype, self._advance)
+        rest = super()._loglikelihood_tokens(
+            [requests[place] for place in alone], disable_tqdm=True, override_bs=override_bs
+        )
+        found |= dict(zip(alone, rest, strict=True))
+        scores = [found[place] for place in range(len(requests))]
         for (score, _), ((_, text), _, _) in zip(scores, requests, strict=True):
             if math.isnan(score):
                 raise NumericalError(
@@ -74,9 +85,12 @@ class Harness(SCORER):
 
     def _model_call(self, inps: Any, *args: Any, **kwargs: Any) -> Any:
         logits = super()._model_call(inps, *args, **kwargs)
-        self._done += len(inps)
-        self.report(self._done, self._total)
+        self._advance(len(inps))
         return logits
+
+    def _advance(self, count: int) -> None:
+        self._done += count
+        self.report(self._done, self._total)
 
 
 def local(task: LocalTask) -> ConfigurableTask:

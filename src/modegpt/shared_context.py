@@ -1,0 +1,161 @@
+"""Several answers to one context: the context runs once, and every answer goes on from its keys and values.
+
+Most tasks ask for the log-likelihood of a few answers after the same question. One after another, each answer would run
+its question again.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+class Question(NamedTuple):
+    """A context and the answers that are scored after it."""
+
+    context: list[int]
+    """Tokens."""
+    answers: list[list[int]]
+    """Tokens of each, at least one."""
+    places: list[int]
+    """Where each answer stands among the requests."""
+
+
+class Row(NamedTuple):
+    """An answer in a batch."""
+
+    context: int
+    """The row of its context."""
+    place: int
+    """Where it stands among the requests."""
+    answer: list[int]
+    """Its tokens."""
+
+
+Score = tuple[float, bool]
+"""`log p(answer | context)` in nats, and whether greedy decoding gives just this answer."""
+
+
+def takes_part(model: Any) -> bool:
+    """Tell whether a model's contexts can be shared: it keeps keys and values, and not a state that only moves on."""
+    named = inspect.signature(model.forward).parameters
+    stateful = getattr(model, "_is_stateful", False)
+    return not stateful and {"past_key_values", "logits_to_keep"} <= named.keys()
+
+
+def questions(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Question]:
+    """Return the contexts that several requests share; one that does not fit with all its answers is left out.
+
+    Args:
+        requests: context and answer of each, as tokens.
+        max_length: positions of the model; an answer's last token takes none.
+    """
+    found: dict[tuple[int, ...], Question] = {}
+    for place, (context, answer) in enumerate(requests):
+        question = found.setdefault(tuple(context), Question(context, [], []))
+        question.answers.append(answer)
+        question.places.append(place)
+    return [
+        each
+        for each in found.values()
+        if len(each.answers) > 1 and len(each.context) + max(map(len, each.answers)) - 1 <= max_length
+    ]
+
+
+@torch.inference_mode()
+def score_answers(
+    model: Any,
+    asked: Sequence[Question],
+    batch_size: int,
+    dtype: torch.dtype | None,
+    report: Callable[[int], None],
+) -> dict[int, Score]:
+    """Return the score of every answer, `log p(answer | context) = Σ_i log p(a_i | context, a_<i)`, by its place.
+
+    Contexts of equal length run together, so that none is padded; answers are padded on the right, where causal
+    attention leaves it without effect. So masks and positions are those that the model makes itself. The figures are
+    those of the answers one by one, up to the rounding of sums in another order. Cost: the tokens of each context once,
+    and those of its answers; the keys and values of a batch.
+
+    Args:
+        model: a causal language model that takes a cache.
+        asked: the questions.
+        batch_size: answers run at once.
+        dtype: of the softmax; None for that of the logits.
+        report: called after each batch with the answers that it scored.
+    """
+    scored = {}
+    for batch in _batches(asked, batch_size):
+        ids = torch.tensor([question.context for question in batch], device=model.device)
+        found = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        first = found.logits[:, -1].log_softmax(-1, dtype=dtype)
+        rows = [
+            Row(number, place, answer)
+            for number, each in enumerate(batch)
+            for place, answer in zip(each.places, each.answers, strict=True)
+        ]
+        parts = _parts(rows, batch_size)
+        for number, part in enumerate(parts):
+            cache = found.past_key_values
+            if number + 1 < len(parts):
+                cache = copy.deepcopy(cache)  # an answer's tokens are added to it
+            scored |= _answers(model, cache, first, part, dtype)
+            report(len(part))
+    return scored
+
+
+def _batches(asked: Sequence[Question], batch_size: int) -> Iterator[list[Question]]:
+    """Yield questions with contexts of equal length, longest first, with up to `batch_size` answers or one question."""
+    by_length = sorted(asked, key=lambda question: len(question.context), reverse=True)
+    for _length, group in groupby(by_length, key=lambda question: len(question.context)):
+        batch: list[Question] = []
+        for question in group:
+            if batch and sum(len(each.answers) for each in batch) + len(question.answers) > batch_size:
+                yield batch
+                batch = []
+            batch.append(question)
+        yield batch
+
+
+def _parts(rows: list[Row], batch_size: int) -> list[list[Row]]:
+    """Return the answers of a batch, longest first, in parts that need little padding: no more than a quarter each."""
+    parts: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: len(row.answer), reverse=True):
+        if parts and len(parts[-1]) < batch_size and 4 * len(row.answer) >= 3 * len(parts[-1][0].answer):
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def _answers(model: Any, cache: Cache, first: Tensor, rows: list[Row], dtype: torch.dtype | None) -> dict[int, Score]:
+    """Score answers to contexts whose keys and values are known.
+
+    Args:
+        model: the model.
+        cache: of the batch's contexts; it is used up.
+        first: `(contexts, vocab)` log-probabilities of the token after each context.
+        rows: the answers.
+        dtype: of the softmax.
+    """
+    device, length = first.device, max(len(row.answer) for row in rows) - 1
+    contexts = torch.tensor([row.context for row in rows], device=device)
+    told = first[contexts, None]
+    if length:
+        ids = torch.zeros(len(rows), length, dtype=torch.long)
+        for at, row in enumerate(rows):
+            ids[at, : len(row.answer) - 1] = torch.tensor(row.answer[:-1])
+        cache.batch_select_indices(contexts)
+        logits = model(input_ids=ids.to(device), past_key_values=cache, use_cache=True).logits
+        told = torch.cat((told, logits.log_softmax(-1, dtype=dtype)), dim=1)
+    result = {}
+    for at, row in enumerate(rows):
+        tokens, logs = torch.tensor(row.answer, device=device), told[at, : len(row.answer)]
+        likelihood = logs.gather(1, tokens[:, None]).sum()
+        result[row.place] = float(likelihood), bool((logs.argmax(-1) == tokens).all())
+    return result

@@ -1,0 +1,55 @@
+"""Answers scored after a context that ran once have the scores of full forward passes."""
+
+import pytest
+import torch
+
+from modegpt.shared_context import questions, score_answers, takes_part
+
+from .conftest import Pair
+from .families import tokens
+from .helpers import in_float64
+
+CONTEXTS = [*tokens(rows=3, length=9).tolist(), *tokens(rows=1, length=4).tolist()]
+"""Longer and shorter than the sliding window; three run together."""
+ANSWERS = [[5, 9, 7, 23, 40], [6], [8, 11]]
+REQUESTS = [(context, answer) for answer in ANSWERS for context in CONTEXTS]
+
+
+@torch.no_grad()
+def alone(model, context: list[int], answer: list[int]) -> tuple[float, bool]:
+    logs = model(torch.tensor([context + answer[:-1]]), use_cache=False).logits[0, len(context) - 1 :].log_softmax(-1)
+    likelihood = sum(logs[place, token].item() for place, token in enumerate(answer))
+    return likelihood, logs.argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("which", ["dense", "compressed"])
+def test_scores_are_those_of_full_passes(pair: Pair, which: str):
+    model = in_float64(getattr(pair, which))
+    assert takes_part(model)
+    requests = list(REQUESTS)
+    # What greedy decoding gives, so that one answer is told to be just that.
+    best = model(torch.tensor([CONTEXTS[0]]), use_cache=False).logits[0, -1].argmax().item()
+    requests.append((CONTEXTS[0], [best]))
+    expected = {place: alone(model, *request) for place, request in enumerate(requests)}
+    assert expected[len(REQUESTS)][1]
+    for batch_size in (1, 2, 64):
+        reported: list[int] = []
+        found = score_answers(model, questions(requests, 64), batch_size, None, reported.append)
+        assert sum(reported) == len(requests)
+        assert found.keys() == expected.keys()
+        for place, (likelihood, greedy) in expected.items():
+            # Up to five tokens, each with the rounding of its logit and of its normaliser.
+            assert found[place][0] == pytest.approx(likelihood, abs=10 * pair.family.exact, rel=0)
+            assert found[place][1] == greedy
+
+
+def test_what_cannot_be_shared_is_left_out():
+    short, long = [1, 2], [3] * 9
+    requests = [(short, [4]), (long, [4]), (short, [5, 6]), (long, [5, 6]), ([7], [8])]
+    (found,) = questions(requests, max_length=9)
+    assert (found.context, found.answers, found.places) == (short, [[4], [5, 6]], [0, 2])
+    assert len(questions(requests, max_length=10)) == 2
+
+
+def test_a_model_without_keys_and_values_takes_no_part():
+    assert not takes_part(torch.nn.Linear(2, 2))
