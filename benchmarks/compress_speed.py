@@ -9,6 +9,7 @@ model; `--extrapolate` then scales the time per layer to the full depth, and the
 
 import argparse
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -160,7 +161,7 @@ def main() -> None:
     for row in rows:
         del row["machine"], row["versions"]
     result = {
-        "command": "python " + " ".join(sys.argv),
+        "command": "python " + shlex.join(sys.argv),
         **about,
         "protocol": {
             "shape": {**SHAPES[options.shape], "vocab_size": 32000},

@@ -3,6 +3,7 @@
 import os
 import platform
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ def machine() -> dict[str, Any]:
 
 def protocol() -> dict[str, Any]:
     """Return what must stand beside any figure: command, versions and machine."""
-    return {"command": " ".join(sys.argv), "versions": versions(), "machine": machine()}
+    return {"command": shlex.join(sys.argv), "versions": versions(), "machine": machine()}
 
 
 def budget(
