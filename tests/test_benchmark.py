@@ -1,8 +1,8 @@
 """Costs against an independent count, the measuring loop against what it says it does, and the command."""
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from typer.testing import CliRunner
 
 from modegpt.architectures import architecture_of
-from modegpt.benchmark import BenchSettings, Runner, _next_token, _profiled_peak, benchmark, check_settings
+from modegpt.benchmark import BenchSettings, Runner, _next_token, _profiled_peak, benchmark, check_settings, spread
 from modegpt.checkpoint import build, compressed_config
 from modegpt.cli import app
 from modegpt.costs import Attention, costs_of
@@ -134,28 +134,36 @@ def test_memory_holds_weights_cache_and_more_with_the_batch():
     assert 3.5 < peaks[1] / peaks[0] <= 4
 
 
-def test_rounds_alternate_and_ratios_say_how_many_times_faster():
-    models = {"model": compressed_llama(), "against": dense_llama()}
-    order = []
+def test_rounds_alternate_and_ratios_say_how_many_times_faster(monkeypatch: pytest.MonkeyPatch):
+    """On a clock that a pass of each model moves by a set time, so that every figure is known exactly."""
+    models, seconds = {"model": compressed_llama(), "against": dense_llama()}, {"model": 0.25, "against": 1.0}
+    clock, order = [0.0], []
+    monkeypatch.setattr("modegpt.benchmark.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def passes(name: str) -> None:
+        order.append(name)
+        clock[0] += seconds[name]
+
     for name, model in models.items():
-        model.register_forward_pre_hook(lambda _module, _inputs, name=name: order.append(name))
-    # So slow that no other load on the machine turns the ratio: a pass of these models takes about a millisecond.
-    models["against"].register_forward_pre_hook(lambda _module, _inputs: time.sleep(0.05))
+        model.register_forward_pre_hook(lambda _module, _inputs, name=name: passes(name))
     costs, (row,) = benchmark(models, SMALL)
     one_round = 1 + SMALL.new_tokens
     probes, rounds = order[:2], order[2 : 2 + 8 * one_round]
     assert probes == ["model", "against"]
     assert rounds[::one_round] == ["model", "against", "against", "model"] * 2
     for task in ("prefill", "decode"):
-        ratio = row["speedups"]["against"][task]
-        assert 1 < ratio["min"] <= ratio["median"] <= ratio["max"]
-        for figures in row["models"].values():
-            assert len(figures[f"{task}_seconds"]) == SMALL.repeats
-    slow = row["models"]["against"]
-    assert slow["decode_tokens_per_second"] < 2 / 0.05
-    assert slow["token_seconds"] > 0.05
-    assert slow["first_token_seconds"] > 0.05
-    assert slow["prefill_macs"] == 2 * costs["against"].prefill_macs(6)
+        assert row["speedups"]["against"][task] == {"median": 4, "min": 4, "max": 4}
+    for name, figures in row["models"].items():
+        assert figures["prefill_seconds"] == [seconds[name]] * SMALL.repeats
+        assert figures["decode_seconds"] == [SMALL.new_tokens * seconds[name]] * SMALL.repeats
+        assert figures["first_token_seconds"] == figures["token_seconds"] == seconds[name]
+        assert figures["prefill_tokens_per_second"] == 2 * 6 / seconds[name]
+        assert figures["decode_tokens_per_second"] == 2 / seconds[name]
+        assert figures["prefill_macs"] == 2 * costs[name].prefill_macs(6)
+
+
+def test_a_spread_is_median_least_and_greatest():
+    assert spread([5.0, 1.0, 2.0]) == {"median": 2, "min": 1, "max": 5}
 
 
 @torch.no_grad()
