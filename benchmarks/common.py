@@ -72,6 +72,6 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     about = protocol()
     # Where compressed models are kept changes no figure.
-    about["command"] = re.sub(r" --cache \S+", "", "python " + about["command"])
+    about["command"] = re.sub(r" --cache[ =]('[^']*'|\S+)", "", "python " + about["command"])
     write_json({**about, **figures}, path)
     print(f"wrote {path}")

@@ -3,8 +3,9 @@
 With `--names` other tasks, the rest of those that the paper measures, say, into a file of their own.
 
 Protocol: float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text; the first samples
-of each task, from local files of the shapes in docs/zero-shot.md, scored by lm-eval. Every row is written when it is
-done; the same command goes on where it was stopped.
+of each task, by default as many as ARC-challenge has, from local files of the shapes in docs/zero-shot.md, scored by
+lm-eval. Every row is written when it is done; the same command goes on where it was stopped. A row takes about 20
+minutes on one core.
 
     python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER
 """
@@ -23,7 +24,7 @@ from common import compressed, default_model, finished, parser, save, wikitext
 from modegpt.calibration import draw_windows
 from modegpt.models import open_model, open_tokenizer
 from modegpt.progress import ProgressBar
-from modegpt.zero_shot import PRESETS, open_tasks
+from modegpt.zero_shot import PRESETS, TaskResult, open_tasks
 
 SAMPLES, SEQ_LEN = 32, 512
 DEFAULTS = modegpt.CompressionConfig()
@@ -34,7 +35,7 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--tasks", type=Path, default=Path("data"), help="folder with arc_easy.jsonl and the others")
     arguments.add_argument("--names", nargs="*", default=list(PRESETS["paper5"]), help="tasks: names of files there")
     arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.1, 0.2, 0.3, 0.4, 0.5])
-    arguments.add_argument("--limit", type=int, default=400, help="samples of each task")
+    arguments.add_argument("--limit", type=int, default=1172, help="samples of each task")
     arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
     arguments.add_argument("--allocation", default=DEFAULTS.allocation)
     return arguments.parse_args()
@@ -66,6 +67,13 @@ def models(
             yield {**row, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
 
 
+def figures(task: TaskResult) -> dict[str, Any]:
+    """Return what is kept of a task: `right` has a digit for each sample in order, 1 where the model is right."""
+    kept = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "samples")
+    right = {name: "".join(f"{value:.0f}" for value in values) for name, values in task.by_sample.items()}
+    return {**{key: getattr(task, key) for key in kept}, "right": right}
+
+
 def main() -> None:
     """Measure every row that is not in the result file yet."""
     asked = options()
@@ -89,8 +97,7 @@ def main() -> None:
         start = time.perf_counter()
         with ProgressBar() as progress:
             result = modegpt.evaluate_tasks(model, tokenizer, tasks, asked.limit, progress=progress)
-        figures = ("acc", "acc_stderr", "acc_norm", "acc_norm_stderr", "samples")
-        row["tasks"] = {task.task: {key: getattr(task, key) for key in figures} for task in result.tasks}
+        row["tasks"] = {task.task: figures(task) for task in result.tasks}
         row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
         rows.append(row)
         print(row, flush=True)

@@ -192,7 +192,7 @@ def test_eval_measures_tasks(run: tuple[Path, Result], task_file: Path):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     expected = evaluate_tasks(model, tokenizer, [str(task_file)], limit=6, batch_size=3)
     (entry,) = found["tasks"]
-    assert {**entry, "seconds": 0} == {**expected.tasks[0]._asdict(), "seconds": 0}
+    assert {**entry, "seconds": 0} == {**expected.rows()[0], "seconds": 0}
     assert found["mean"] == expected.mean._asdict()
     assert found["results"] == []
     about = found["protocol"]
@@ -225,6 +225,13 @@ def test_eval_compares_models_and_marks_the_best(
     assert {key: found[key] for key in ("model", "results", "tasks", "mean")} == {
         key: found["models"][0][key] for key in ("model", "results", "tasks", "mean")
     }
+    loaded = [(AutoModelForCausalLM.from_pretrained(m), AutoTokenizer.from_pretrained(m)) for m in models]
+    dense, compressed = (evaluate_tasks(*pair, [str(task_file)]) for pair in loaded)
+    over, (first, second) = compressed.over(dense), [entry["over_first"] for entry in found["models"]]
+    assert first is None
+    assert second == {"tasks": {"types": over.tasks["types"]._asdict()}, "mean": over.mean._asdict()}
+    shown = modegpt("eval", *models, "--tasks", task_file).stdout
+    assert f"{over.mean.acc:+.2%} ± {over.mean.acc_stderr:.2%}" in shown
     rows = [line for line in modegpt("eval", *models, *data).stdout.splitlines() if "perplexity" in line]
     for index, line in enumerate(rows):
         values = [f"{entry['results'][index]['perplexity']:.4f}" for entry in found["models"]]

@@ -122,7 +122,7 @@ def test_equals_simple_evaluate(
 def test_acc_and_acc_norm_by_hand(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):
     model = networks["dense"]
     records, _ = rows("choices", model, tokenizer)
-    right = {"acc": 0, "acc_norm": 0}
+    right: dict[str, list[float]] = {"acc": [], "acc_norm": []}
     for record in records:
         scores = []
         for choice in record["choices"]:
@@ -132,11 +132,12 @@ def test_acc_and_acc_norm_by_hand(networks: dict[str, PreTrainedModel], tokenize
                 logs = model(ids).logits[0].double().log_softmax(-1)
             scores.append(sum(logs[at - 1, ids[0, at]].item() for at in range(start, ids.shape[1])))
         by_length = [score / len(choice) for score, choice in zip(scores, record["choices"], strict=True)]
-        right["acc"] += scores.index(max(scores)) == record["gold"]
-        right["acc_norm"] += by_length.index(max(by_length)) == record["gold"]
+        right["acc"].append(scores.index(max(scores)) == record["gold"])
+        right["acc_norm"].append(by_length.index(max(by_length)) == record["gold"])
     found = evaluate_tasks(model, tokenizer, [write(tmp_path / "t.jsonl", records)]).tasks[0]
-    assert (found.acc, found.acc_norm) == (right["acc"] / LINES, right["acc_norm"] / LINES)
-    assert right["acc"] != right["acc_norm"]
+    assert found.by_sample == right
+    assert (found.acc, found.acc_norm) == (sum(right["acc"]) / LINES, sum(right["acc_norm"]) / LINES)
+    assert sum(right["acc"]) != sum(right["acc_norm"])
     # The standard error of a mean of zeros and ones, with Bessel's correction; 1e-12 is float64's rounding.
     assert found.acc_stderr == pytest.approx(math.sqrt(found.acc * (1 - found.acc) / (LINES - 1)), rel=1e-12)
 
@@ -182,6 +183,23 @@ def test_limit_mean_and_progress(networks: dict[str, PreTrainedModel], tokenizer
     single = evaluate_tasks(model, tokenizer, files[:1], limit=1)
     assert single.tasks[0].acc_stderr is None
     assert single.mean.acc_stderr is None
+
+
+def test_over_another_model(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):
+    files = [write(tmp_path / f"{kind}.jsonl", rows(kind, networks["dense"], tokenizer)[0]) for kind in REFERENCES]
+    torch.manual_seed(1)
+    untrained = AutoModelForCausalLM.from_config(networks["dense"].config)
+    dense, other = (evaluate_tasks(model, tokenizer, files) for model in (networks["dense"], untrained))
+    found = other.over(dense)
+    assert list(found.tasks) == list(REFERENCES)
+    for one, base in zip(other.tasks, dense.tasks, strict=True):
+        # 1e-12 is above float64's rounding of a mean of 14 zeros and ones.
+        assert found.tasks[one.task].acc == pytest.approx(one.acc - base.acc, abs=1e-12)
+    assert found.mean.acc == pytest.approx(other.mean.acc - dense.mean.acc, abs=1e-12)
+    assert found.mean.acc_norm == pytest.approx(other.mean.acc_norm - dense.mean.acc_norm, abs=1e-12)
+    assert found.tasks["greedy"].acc < 0  # half of the answers there are the dense model's own
+    with pytest.raises(InputError, match=r"choices \(5\).* and choices \(14\)"):
+        evaluate_tasks(networks["dense"], tokenizer, files[:1], limit=5).over(dense)
 
 
 def test_progress_counts_answers(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):

@@ -149,14 +149,21 @@ def _fetched(manager: TaskManager, name: str) -> list[Any]:
     return found
 
 
-def score(harness: Harness, task: Any, limit: int | None) -> dict[str, Any]:
-    """Let lm-eval build, run and score the requests of one task; return its metrics and sample count."""
+def score(harness: Harness, task: Any, limit: int | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Let lm-eval build, run and score the requests of one task.
+
+    Returns:
+        Its metrics and sample count, and the accuracies of each sample, in the task's order.
+    """
     task.set_config(key="num_fewshot", value=0)
     # Any positive number: lm-eval bootstraps no standard error of a mean, it has a formula.
     outcome: Any = evaluate(
-        harness, {"tasks": {task.task_name: task}}, limit=limit, bootstrap_iters=1, log_samples=False
+        harness, {"tasks": {task.task_name: task}}, limit=limit, bootstrap_iters=1, log_samples=True
     )
-    return {name.removesuffix(",none"): value for name, value in outcome["results"][task.task_name].items()}
+    metrics = {name.removesuffix(",none"): value for name, value in outcome["results"][task.task_name].items()}
+    samples = sorted(outcome["samples"][task.task_name], key=lambda sample: sample["doc_id"])
+    by_sample = {name: [float(sample[name]) for sample in samples] for name in ACCURACIES if name in metrics}
+    return metrics, by_sample
 
 
 @contextmanager

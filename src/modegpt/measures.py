@@ -62,7 +62,7 @@ class Quality:
         tasks, mean = [], None
         if self.tasks:
             outcome = evaluate_tasks(model, self.tokenizer, self.tasks, self.measures.limit, progress=progress)
-            tasks, mean = [task._asdict() for task in outcome.tasks], outcome.mean._asdict()
+            tasks, mean = outcome.rows(), outcome.mean._asdict()
         return {"perplexity": found, "tasks": tasks, "mean": mean}
 
     def identity(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .errors import InputError, MissingExtraError
 from .evaluate import evaluating
 from .local_tasks import LocalTask, is_local, read_task
+from .paired import Comparison, compare
 
 PRESETS = {
     "paper5": ("arc_easy", "arc_challenge", "piqa", "winogrande", "hellaswag"),
@@ -50,6 +51,8 @@ class TaskResult(NamedTuple):
     truncated: int
     """Requests cut on the left to the model's positions."""
     seconds: float
+    by_sample: dict[str, list[float]]
+    """`acc`, and `acc_norm` where there is one, of each sample in the task's order: 1 where the model is right."""
 
 
 class Mean(NamedTuple):
@@ -66,6 +69,23 @@ class ZeroShotResult(NamedTuple):
 
     tasks: list[TaskResult]
     mean: Mean
+
+    def over(self, other: "ZeroShotResult") -> Comparison:
+        """Return by how much these accuracies are above another model's, with the standard errors of paired samples.
+
+        Raises:
+            InputError: the two do not have the same tasks and samples.
+        """
+        own, others = ({task.task: task.by_sample for task in result.tasks} for result in (self, other))
+        sizes, other_sizes = ([(task.task, task.samples) for task in result.tasks] for result in (self, other))
+        if sizes != other_sizes:
+            told = (", ".join(f"{task} ({samples})" for task, samples in found) for found in (sizes, other_sizes))
+            raise InputError(f"only equal tasks and samples compare; these are {' and '.join(told)}")
+        return compare(own, others)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the tasks as JSON shows them: without the single samples."""
+        return [{key: value for key, value in task._asdict().items() if key != "by_sample"} for task in self.tasks]
 
 
 def open_tasks(names: Sequence[str]) -> list[Task]:
@@ -144,7 +164,7 @@ def _run(harness: Any, task: Task, limit: int | None, progress: Callable[[str, i
     if progress is not None:
         harness.report = lambda done, total: progress(task.name, done, total)
     start = time.perf_counter()
-    found = score(harness, task.definition, limit)
+    found, by_sample = score(harness, task.definition, limit)
     numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
     return TaskResult(
         *task[:3],
@@ -155,6 +175,7 @@ def _run(harness: Any, task: Task, limit: int | None, progress: Callable[[str, i
         found["sample_len"],
         harness.truncated,
         round(time.perf_counter() - start, 3),
+        by_sample,
     )
 
 

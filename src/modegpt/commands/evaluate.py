@@ -65,21 +65,24 @@ def evaluate(
         window = common_window(list(configs.values()), seq_len) if data else 0
         bounds = bounds._replace(seq_len=window or None)
         texts = {model: open_texts(data, configs[model], tokenizers[model], window) for model in models}
-        measured = []
+        measured: list[dict[str, Any]] = []
+        first = None
         for model, label in zip(models, _labels(models), strict=True):
             network = open_model(model, dtype, target)
             step = _titled(progress, label) if len(models) > 1 else progress
-            found = _measure(network, tokenizers[model], texts[model], opened, bounds, step)
+            found, accuracies = _measure(network, tokenizers[model], texts[model], opened, bounds, step)
             about = {"label": label, "dtype": dtype_name(network), "parameters": network.num_parameters()}
-            measured.append({"model": model, **about, **found})
+            over = None if first is None else _over(accuracies, first)
+            first = first or accuracies
+            measured.append({"model": model, **about, **found, "over_first": over})
             del network  # before the next is loaded, or memory would have to hold two
     warnings = _warnings(measured, texts)
     about = {"model": models[0], "models": models, "dtype": measured[0]["dtype"], "device": str(target)}
     about |= {"split": "evaluation", **bounds._asdict(), "stride": bounds.seq_len}
     about["start_token"] = start_token(configs[models[0]], tokenizers[models[0]])
     about |= {"num_fewshot": 0, "lm_eval": _harness_version()} if opened else {}
-    first = {key: measured[0][key] for key in ("model", "results", "tasks", "mean")}
-    emit({**first, "models": measured, "warnings": warnings, "protocol": {**about, **protocol()}}, json_file)
+    shown = {key: measured[0][key] for key in ("model", "results", "tasks", "mean")}
+    emit({**shown, "models": measured, "warnings": warnings, "protocol": {**about, **protocol()}}, json_file)
     screen = console(json_file)
     ranked = [source for source in data if _alike(texts, source)]
     for table in [_comparison(measured, ranked)] if len(models) > 1 else _details(measured[0]):
@@ -105,8 +108,8 @@ def _check(models: Sequence[str], data: Sequence[str], tasks: Sequence[str], bou
 
 def _measure(
     network: Any, tokenizer: Any, texts: dict[str, Any], tasks: Sequence[Any], bounds: Bounds, progress: Any
-) -> dict[str, Any]:
-    """Return what the JSON says of one model."""
+) -> tuple[dict[str, Any], Any]:
+    """Return what the JSON says of one model, and the result of its tasks, None without any."""
     from ..measuring import measure_texts
     from ..zero_shot import evaluate_tasks
 
@@ -115,10 +118,15 @@ def _measure(
         assert bounds.seq_len is not None
         results = measure_texts(network, texts, bounds.seq_len, bounds.max_windows, bounds.batch_size, progress)
     if not tasks:
-        return {"results": results, "tasks": [], "mean": None}
+        return {"results": results, "tasks": [], "mean": None}, None
     accuracies = evaluate_tasks(network, tokenizer, tasks, bounds.limit, bounds.batch_size, progress)
-    rows = [result._asdict() for result in accuracies.tasks]
-    return {"results": results, "tasks": rows, "mean": accuracies.mean._asdict()}
+    return {"results": results, "tasks": accuracies.rows(), "mean": accuracies.mean._asdict()}, accuracies
+
+
+def _over(accuracies: Any, first: Any) -> dict[str, Any]:
+    """Return what the JSON says of a model's accuracies beside the first one's."""
+    found = accuracies.over(first)
+    return {"tasks": {task: part._asdict() for task, part in found.tasks.items()}, "mean": found.mean._asdict()}
 
 
 def _titled(progress: Callable[[str, int, int], None], label: str) -> Callable[[str, int, int], None]:
@@ -177,8 +185,8 @@ def _details(entry: dict[str, Any]) -> list[Table]:
     return tables
 
 
-def _accuracy(value: float | None, error: float | None) -> str:
-    return "" if value is None else f"{value:.2%}" if error is None else f"{value:.2%} ± {error:.2%}"
+def _accuracy(value: float | None, error: float | None, sign: str = "") -> str:
+    return "" if value is None else f"{value:{sign}.2%}" if error is None else f"{value:{sign}.2%} ± {error:.2%}"
 
 
 def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Table:
@@ -200,6 +208,11 @@ def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Ta
         for name in ("acc", "acc_norm"):
             values = [entry["mean"][name] for entry in measured]
             table.add_row(f"mean {name}", *_marked(values, max(values), "{:.2%}"))
+    for name in ("acc", "acc_norm"):
+        if any(row[name] is not None for row in measured[0]["tasks"]):
+            means = [entry["over_first"]["mean"] for entry in measured[1:]]
+            cells = (_accuracy(mean[name], mean[f"{name}_stderr"], "+") for mean in means)
+            table.add_row(f"{name}, over {escape(measured[0]['label'])}", "", *cells)
     return table
 
 
