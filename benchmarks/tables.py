@@ -6,6 +6,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from modegpt.paired import compare
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- figures -->", "<!-- /figures -->"
@@ -153,7 +155,7 @@ def zero_shot() -> str:
     parts = []
     main, others = load("zero_shot.json"), load("zero_shot_others.json")
     if main is not None:
-        parts.append(_accuracies("**Zero-shot accuracy.**", main))
+        parts += [_accuracies("**Zero-shot accuracy.**", main), _best_over_paper(main)]
     if main is not None and others is not None:
         before = {(row["solver"], row["sparsity"]): row["tasks"] for row in main["rows"]}
         parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
@@ -185,6 +187,26 @@ def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float]
         f"The standard error of {which} is about {max(errors):.1%} (`benchmarks/zero_shot.py`)."
     )
     return text + "\n\n" + table(header, rows)
+
+
+def _best_over_paper(data: dict[str, Any]) -> str:
+    """Return a table of the differences between the two sets of solvers on the same samples."""
+    rows = {(row["solver"], row["sparsity"]): row["tasks"] for row in data["rows"] if row["solver"] != "dense"}
+    sparsities = sorted({sparsity for _, sparsity in rows})
+    found = [compare(_by_sample(rows["best", share]), _by_sample(rows["paper", share])) for share in sparsities]
+    header = ["`best` over `paper`", *(f"{share:.0%}" for share in sparsities)]
+    lines = [
+        [name, *(f"{getattr(each.mean, key):+.1%} ± {getattr(each.mean, f'{key}_stderr'):.1%}" for each in found)]
+        for name, key in (("mean", "acc_norm"), ("mean of `acc`", "acc"))
+    ]
+    return "The differences, with their standard errors on the same samples:\n\n" + table(header, lines)
+
+
+def _by_sample(tasks: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
+    return {
+        name: {figure: [float(digit) for digit in digits] for figure, digits in task["right"].items()}
+        for name, task in tasks.items()
+    }
 
 
 def _accuracy(task: dict[str, Any]) -> float:

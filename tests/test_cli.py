@@ -24,6 +24,7 @@ from modegpt import MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
 from modegpt.cli_support import OneLineErrors
+from modegpt.commands.evaluate import _marked
 from modegpt.config import CompressionConfig
 from modegpt.demo import model_file, tables
 from modegpt.demo import run as run_demo
@@ -238,6 +239,15 @@ def test_eval_compares_models_and_marks_the_best(
         best = min(values, key=float)
         assert [f"{value} *" in line for value in values] == [value == best for value in values]
     assert len(rows) == 2
+
+
+def test_values_that_read_alike_are_marked_alike():
+    """0.1 + 0.2 is not 0.3, and nobody reads the difference."""
+    third = 1 / 3
+    assert _marked([0.1 + 0.2, 0.3], 0.1 + 0.2, "{:.2%}") == ["30.00%", "30.00%"]
+    assert _marked([third, 0.1 + 0.2, 0.3], third, "{:.2%}") == ["[bold]33.33% *[/bold]", "30.00%", "30.00%"]
+    assert _marked([0.1 + 0.2, 0.2, 0.3], 0.1 + 0.2, "{:.1f}") == ["[bold]0.3 *[/bold]", "0.2", "[bold]0.3 *[/bold]"]
+    assert _marked([0.5, 0.25], None, "{}") == ["0.5", "0.25"]
 
 
 def test_eval_ranks_no_perplexities_over_different_tokens(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):

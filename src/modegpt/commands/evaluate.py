@@ -212,12 +212,12 @@ def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Ta
         if any(row[name] is not None for row in measured[0]["tasks"]):
             means = [entry["over_first"]["mean"] for entry in measured[1:]]
             cells = (_accuracy(mean[name], mean[f"{name}_stderr"], "+") for mean in means)
-            table.add_row(f"{name}, over {escape(measured[0]['label'])}", "", *cells)
+            table.add_row(f"mean {name}, over {escape(measured[0]['label'])}", "", *cells)
     return table
 
 
 def _marked(values: Sequence[float], best: float | None, form: str) -> list[str]:
-    """Write values, the best with a star; none if all are equal."""
-    if len(set(values)) == 1:
-        best = None
-    return [f"[bold]{form.format(value)} *[/bold]" if value == best else form.format(value) for value in values]
+    """Write values, those that read like the best one with a star; none if all read alike."""
+    shown = [form.format(value) for value in values]
+    star = None if best is None or len(set(shown)) == 1 else form.format(best)
+    return [f"[bold]{text} *[/bold]" if text == star else text for text in shown]
