@@ -1,0 +1,104 @@
+"""How clearly right answers are preferred, on questions that no reported figure reads, by which settings are chosen.
+
+An accuracy counts a question as 0 or 1; chance among a thousand of them hides what a setting changes. The soft accuracy
+counts it as `σ(2 m / s)`: `m` is the score of the right answer less that of the best wrong one, `s` the mean over
+questions of the standard deviation of a question's scores, so that a model whose scores are all closer together loses
+nothing by it. Scores are log-likelihoods (`acc`), divided by the answers' characters (`acc_norm`). On the same
+questions the standard error of a difference is about half of what accuracies have.
+
+Protocol: SmolLM2-135M, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text; the
+questions behind those that zero_shot.py reads: arc_easy and piqa from the 1173rd, openbook_qa from the 101st. Rows are
+compared with the first one.
+
+    python benchmarks/choices.py --data FOLDER --tasks FOLDER --settings '{"sparsity": 0.1, "solver": "paper"}' ...
+"""
+
+import json
+import math
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+from lm_eval.evaluator import evaluate
+
+import modegpt
+from common import compressed, default_model, finished, parser, save, wikitext
+from modegpt.calibration import draw_windows
+from modegpt.evaluate import evaluating
+from modegpt.harness import Harness, hushed, local
+from modegpt.local_tasks import read_task
+from modegpt.models import open_model, open_tokenizer
+from modegpt.paired import compare
+
+SAMPLES, SEQ_LEN = 32, 512
+FIRST = {"arc_easy": 1172, "openbook_qa": 100, "piqa": 1172}
+"""Questions before these are for zero_shot.py."""
+
+Figures = dict[str, list[float]]
+
+
+def soft_accuracy(scores: list[list[float]], gold: list[int]) -> list[float]:
+    """Return `σ(2 m / s)` of each question, from the scores of its answers and the number of the right one."""
+    spread = fmean(map(pstdev, scores))
+    margins = [own[right] - max(own[:right] + own[right + 1 :]) for own, right in zip(scores, gold, strict=True)]
+    return [1 / (1 + math.exp(min(-2 * margin / spread, 50.0))) for margin in margins]
+
+
+def answers(harness: Harness, path: Path, first: int, limit: int | None) -> Figures:
+    """Return the soft accuracies of a file's questions from number `first` on."""
+    read = read_task(str(path))
+    task = local(read._replace(records=read.records[first:][:limit]))
+    task.set_config(key="num_fewshot", value=0)
+    found: Any = evaluate(harness, {"tasks": {task.task_name: task}}, bootstrap_iters=1, log_samples=True)
+    samples = sorted(found["samples"][task.task_name], key=lambda sample: sample["doc_id"])
+    gold = [int(sample["doc"]["gold"]) for sample in samples]
+    plain = [[float(response[0][0]) for response in sample["resps"]] for sample in samples]
+    by_length = [
+        [score / len(text) for score, text in zip(own, sample["doc"]["choices"], strict=True)]
+        for own, sample in zip(plain, samples, strict=True)
+    ]
+    return {"acc": soft_accuracy(plain, gold), "acc_norm": soft_accuracy(by_length, gold)}
+
+
+def main() -> None:
+    """Measure every setting that is not in the result file yet."""
+    arguments = parser(__doc__, "choices.json")
+    arguments.add_argument("--tasks", type=Path, required=True, help="folder with arc_easy.jsonl and the others")
+    arguments.add_argument("--limit", type=int, help="questions of each task")
+    arguments.add_argument("--settings", type=json.loads, nargs="+", required=True, help="CompressionConfig, as JSON")
+    asked = arguments.parse_args()
+    name = default_model(asked.model)
+    protocol = {
+        "dtype": "float32",
+        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+        "questions": {task: f"from number {first + 1}" for task, first in FIRST.items()},
+        "limit": asked.limit,
+    }
+    about = {"model": Path(name).name, "protocol": protocol}
+    rows = finished(asked.json, about)
+    dense, tokenizer = open_model(name, torch.float32), open_tokenizer(name)
+    windows = draw_windows(wikitext(asked, tokenizer)[0], SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    for settings in [None, *asked.settings]:
+        if any(row["settings"] == settings for row in rows):
+            continue
+        model = dense
+        if settings is not None:
+            model = compressed(asked, dense, windows, modegpt.CompressionConfig(**settings))
+        with evaluating(model), hushed():
+            harness = Harness(model, tokenizer, None)
+            found = {
+                task: answers(harness, asked.tasks / f"{task}.jsonl", first, asked.limit)
+                for task, first in FIRST.items()
+            }
+        means = {task: {key: fmean(values) for key, values in figures.items()} for task, figures in found.items()}
+        row = {"settings": settings, "soft_accuracy": means, "questions": found}
+        if rows:
+            row["over_first"] = compare(found, rows[0]["questions"]).mean._asdict()
+        rows.append(row)
+        print({key: value for key, value in row.items() if key != "questions"}, flush=True)
+        save(asked.json, {**about, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
