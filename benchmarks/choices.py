@@ -17,16 +17,14 @@ import json
 import math
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Any
 
 import torch
-from lm_eval.evaluator import evaluate
 
 import modegpt
 from common import compressed, default_model, finished, parser, save, wikitext
 from modegpt.calibration import draw_windows
 from modegpt.evaluate import evaluating
-from modegpt.harness import Harness, hushed, local
+from modegpt.harness import Harness, hushed, local, run_task
 from modegpt.local_tasks import read_task
 from modegpt.models import open_model, open_tokenizer
 from modegpt.paired import compare
@@ -48,10 +46,7 @@ def soft_accuracy(scores: list[list[float]], gold: list[int]) -> list[float]:
 def answers(harness: Harness, path: Path, first: int, limit: int | None) -> Figures:
     """Return the soft accuracies of a file's questions from number `first` on."""
     read = read_task(str(path))
-    task = local(read._replace(records=read.records[first:][:limit]))
-    task.set_config(key="num_fewshot", value=0)
-    found: Any = evaluate(harness, {"tasks": {task.task_name: task}}, bootstrap_iters=1, log_samples=True)
-    samples = sorted(found["samples"][task.task_name], key=lambda sample: sample["doc_id"])
+    _metrics, samples = run_task(harness, local(read._replace(records=read.records[first:])), limit)
     gold = [int(sample["doc"]["gold"]) for sample in samples]
     plain = [[float(response[0][0]) for response in sample["resps"]] for sample in samples]
     by_length = [

@@ -149,11 +149,11 @@ def _fetched(manager: TaskManager, name: str) -> list[Any]:
     return found
 
 
-def score(harness: Harness, task: Any, limit: int | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
+def run_task(harness: Harness, task: Any, limit: int | None) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Let lm-eval build, run and score the requests of one task.
 
     Returns:
-        Its metrics and sample count, and the accuracies of each sample, in the task's order.
+        Its metrics and sample count, and its own record of each sample, in the task's order.
     """
     task.set_config(key="num_fewshot", value=0)
     # Any positive number: lm-eval bootstraps no standard error of a mean, it has a formula.
@@ -161,9 +161,13 @@ def score(harness: Harness, task: Any, limit: int | None) -> tuple[dict[str, Any
         harness, {"tasks": {task.task_name: task}}, limit=limit, bootstrap_iters=1, log_samples=True
     )
     metrics = {name.removesuffix(",none"): value for name, value in outcome["results"][task.task_name].items()}
-    samples = sorted(outcome["samples"][task.task_name], key=lambda sample: sample["doc_id"])
-    by_sample = {name: [float(sample[name]) for sample in samples] for name in ACCURACIES if name in metrics}
-    return metrics, by_sample
+    return metrics, sorted(outcome["samples"][task.task_name], key=lambda sample: sample["doc_id"])
+
+
+def score(harness: Harness, task: Any, limit: int | None) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Return a task's metrics and sample count, and the accuracies of each sample, in the task's order."""
+    metrics, samples = run_task(harness, task, limit)
+    return metrics, {name: [float(sample[name]) for sample in samples] for name in ACCURACIES if name in metrics}
 
 
 @contextmanager
