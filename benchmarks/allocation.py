@@ -12,12 +12,10 @@ from pathlib import Path
 import torch
 
 import modegpt
-from common import compressed, default_model, parser, save, wikitext
-from modegpt.calibration import draw_windows
-from modegpt.models import open_model, open_tokenizer
+from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, default_model, opened, parser, save
 
 RULES = ("uniform", "influence", "influence-blocks", "owl")
-SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 12
+EVAL_WINDOWS = 12
 
 
 def main() -> None:
@@ -26,10 +24,7 @@ def main() -> None:
     arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.2, 0.3, 0.4])
     arguments.add_argument("--solver", default="paper")
     options = arguments.parse_args()
-    name = default_model(options.model)
-    dense = open_model(name, torch.float32)
-    valid, test = wikitext(options, open_tokenizer(name))
-    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    dense, _tokenizer, windows, valid, test = opened(options)
     texts = {"selection": valid[SAMPLES * SEQ_LEN :], "test": test}
 
     def perplexities(model: torch.nn.Module) -> dict[str, float]:
@@ -59,11 +54,11 @@ def main() -> None:
             protocol = {
                 "solver": options.solver,
                 "dtype": "float32",
-                "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+                "calibration": CALIBRATION,
                 "selection": f"the rest of wiki.valid.txt, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
                 "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
             }
-            save(options.json, {"model": Path(name).name, "protocol": protocol, "rows": rows})
+            save(options.json, {"model": Path(default_model(options.model)).name, "protocol": protocol, "rows": rows})
 
 
 if __name__ == "__main__":

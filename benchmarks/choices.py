@@ -18,18 +18,13 @@ import math
 from pathlib import Path
 from statistics import fmean, pstdev
 
-import torch
-
 import modegpt
-from common import compressed, default_model, finished, parser, save, wikitext
-from modegpt.calibration import draw_windows
+from common import CALIBRATION, compressed, default_model, finished, opened, parser, save
 from modegpt.evaluate import evaluating
 from modegpt.harness import Harness, hushed, local, run_task
 from modegpt.local_tasks import read_task
-from modegpt.models import open_model, open_tokenizer
 from modegpt.paired import compare
 
-SAMPLES, SEQ_LEN = 32, 512
 FIRST = {"arc_easy": 1172, "openbook_qa": 100, "piqa": 1172}
 """Questions before these are for zero_shot.py."""
 
@@ -63,17 +58,15 @@ def main() -> None:
     arguments.add_argument("--limit", type=int, help="questions of each task")
     arguments.add_argument("--settings", type=json.loads, nargs="+", required=True, help="CompressionConfig, as JSON")
     asked = arguments.parse_args()
-    name = default_model(asked.model)
     protocol = {
         "dtype": "float32",
-        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+        "calibration": CALIBRATION,
         "questions": {task: f"from number {first + 1}" for task, first in FIRST.items()},
         "limit": asked.limit,
     }
-    about = {"model": Path(name).name, "protocol": protocol}
+    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
     rows = finished(asked.json, about)
-    dense, tokenizer = open_model(name, torch.float32), open_tokenizer(name)
-    windows = draw_windows(wikitext(asked, tokenizer)[0], SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    dense, tokenizer, windows, _valid, _test = opened(asked)
     for settings in [None, *asked.settings]:
         if any(row["settings"] == settings for row in rows):
             continue

@@ -5,18 +5,37 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import modegpt
-from modegpt.calibration import load_text, tokenize
+from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.checkpoint import write_json
 from modegpt.demo import model_file
+from modegpt.models import open_model, open_tokenizer
 from modegpt.report import protocol
 
 RESULTS = Path(__file__).parent / "results"
+SAMPLES, SEQ_LEN = 32, 512
+CALIBRATION = f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens"
+"""What most benchmarks calibrate on, as their protocols say it."""
+
+
+class Opened(NamedTuple):
+    """What a benchmark starts from."""
+
+    dense: PreTrainedModel
+    """In float32."""
+    tokenizer: Any
+    windows: Tensor
+    """`(samples, SEQ_LEN)`: the first of the validation text."""
+    valid: Tensor
+    """All tokens of the validation text."""
+    test: Tensor
+    """All tokens of the test text."""
 
 
 def parser(description: str | None, result: str) -> argparse.ArgumentParser:
@@ -41,6 +60,15 @@ def wikitext(options: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tenso
     folder = options.data or Path("data")
     valid, test = (load_text(str(folder / file), "evaluation") for file in ("wiki.valid.txt", "wiki.test.raw"))
     return tokenize(valid, tokenizer), tokenize(test, tokenizer)
+
+
+def opened(options: argparse.Namespace, samples: int = SAMPLES) -> Opened:
+    """Open the model, its tokenizer and the texts."""
+    name = default_model(options.model)
+    dense, tokenizer = open_model(name, torch.float32), open_tokenizer(name)
+    valid, test = wikitext(options, tokenizer)
+    windows = draw_windows(valid, samples, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    return Opened(dense, tokenizer, windows, valid, test)
 
 
 def compressed(options: argparse.Namespace, dense: Any, windows: Tensor, config: modegpt.CompressionConfig) -> Any:

@@ -12,20 +12,15 @@ from pathlib import Path
 import torch
 
 import modegpt
-from common import default_model, parser, save, wikitext
-from modegpt.calibration import draw_windows
-from modegpt.models import open_model, open_tokenizer
+from common import SEQ_LEN, default_model, opened, parser, save
 
 VARIANTS = {"mlp": ("mlp",), "query-key": ("qk",), "value-output": ("vo",), "all": ("mlp", "qk", "vo")}
-SPARSITY, SAMPLES, SEQ_LEN, EVAL_WINDOWS = 0.25, 16, 512, 12
+SPARSITY, SAMPLES, EVAL_WINDOWS = 0.25, 16, 12
 
 
 def main() -> None:
     options = parser(__doc__, "faithful.json").parse_args()
-    name = default_model(options.model)
-    dense = open_model(name, torch.float32)
-    valid, test = wikitext(options, open_tokenizer(name))
-    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    dense, _tokenizer, windows, _valid, test = opened(options, SAMPLES)
 
     def perplexity(model: torch.nn.Module) -> float:
         return modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
@@ -51,7 +46,7 @@ def main() -> None:
     save(
         options.json,
         {
-            "model": Path(name).name,
+            "model": Path(default_model(options.model)).name,
             "protocol": {
                 "sparsity": SPARSITY,
                 "solver": "paper",

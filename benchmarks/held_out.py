@@ -21,13 +21,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import modegpt
-from common import compressed, default_model, finished, parser, save, wikitext
-from modegpt.calibration import draw_windows, load_text, tokenize
+from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, default_model, finished, opened, parser, save
+from modegpt.calibration import load_text, tokenize
 from modegpt.damage import divergence, log_probabilities
 from modegpt.local_tasks import read_task
-from modegpt.models import open_model, open_tokenizer
 
-SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 24
+EVAL_WINDOWS = 24
 PASSAGES = 800
 """The first so many passages are joined to one text."""
 
@@ -61,18 +60,15 @@ def main() -> None:
     arguments.add_argument("--passages", type=Path, required=True, help="JSON lines with `query`: passage and question")
     arguments.add_argument("--settings", type=json.loads, nargs="+", required=True, help="CompressionConfig, as JSON")
     asked = arguments.parse_args()
-    name = default_model(asked.model)
     protocol = {
         "dtype": "float32",
-        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+        "calibration": CALIBRATION,
         "held_out": f"{EVAL_WINDOWS} windows of {SEQ_LEN} tokens each: the rest of wiki.valid.txt, "
         f"{asked.instruct.name}, passages of {asked.passages.name}",
     }
-    about = {"model": Path(name).name, "protocol": protocol}
+    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
     rows = finished(asked.json, about)
-    dense, tokenizer = open_model(name, torch.float32), open_tokenizer(name)
-    valid, _test = wikitext(asked, tokenizer)
-    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
+    dense, tokenizer, windows, valid, _test = opened(asked)
     texts = {
         "like": spread(valid[SAMPLES * SEQ_LEN :]),
         "unlike": spread(tokenize(load_text(str(asked.instruct), "evaluation"), tokenizer)),

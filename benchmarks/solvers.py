@@ -23,14 +23,13 @@ from typing import Any
 import torch
 
 import modegpt
-from common import compressed, default_model, finished, parser, save, wikitext
+from common import SAMPLES, SEQ_LEN, compressed, default_model, finished, opened, parser, save
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.compress import prepare
-from modegpt.models import open_model, open_tokenizer
 from modegpt.planning import make_plan
 from modegpt.run import Run
 
-SAMPLES, SEQ_LEN, EVAL_WINDOWS = 32, 512, 48
+EVAL_WINDOWS = 48
 
 
 def options() -> argparse.Namespace:
@@ -93,19 +92,17 @@ def without_layers(dense: Any, windows: torch.Tensor, sparsity: float) -> Any:
 def main() -> None:
     """Measure every row that is not in the result file yet."""
     asked = options()
-    name = default_model(asked.model)
     protocol = {
         "dtype": "float32",
         "calibration": f"{Path(asked.calibration or 'wiki.valid.txt').name}, first {SAMPLES} x {SEQ_LEN} tokens",
         "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
     }
-    about = {"model": Path(name).name, "protocol": protocol}
+    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
     rows = finished(asked.json, about)
-    dense = open_model(name, torch.float32)
-    valid, test = wikitext(asked, open_tokenizer(name))
+    dense, tokenizer, windows, _valid, test = opened(asked)
     if asked.calibration is not None:
-        valid = tokenize(load_text(asked.calibration, "calibration"), open_tokenizer(name))
-    windows = draw_windows(valid, SAMPLES, SEQ_LEN, "sequential", 0, "the calibration text")
+        tokens = tokenize(load_text(asked.calibration, "calibration"), tokenizer)
+        windows = draw_windows(tokens, SAMPLES, SEQ_LEN, "sequential", 0, asked.calibration)
     scored = Scored(dense, windows)
     for row in wanted(asked):
         if any(row.items() <= done.items() for done in rows):

@@ -16,17 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 import modegpt
-from common import compressed, default_model, finished, parser, save, wikitext
-from modegpt.calibration import draw_windows
-from modegpt.models import open_model, open_tokenizer
+from common import CALIBRATION, Opened, compressed, default_model, finished, opened, parser, save
 from modegpt.progress import ProgressBar
 from modegpt.zero_shot import PRESETS, TaskResult, open_tasks
 
-SAMPLES, SEQ_LEN = 32, 512
 DEFAULTS = modegpt.CompressionConfig()
 
 
@@ -50,19 +46,17 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def models(
-    asked: argparse.Namespace, name: str, tokenizer: Any, todo: list[dict[str, Any]]
+    asked: argparse.Namespace, start: Opened, todo: list[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], PreTrainedModel]]:
     """Yield the start of a row and its model."""
-    dense = open_model(name, torch.float32)
-    windows = draw_windows(wikitext(asked, tokenizer)[0], SAMPLES, SEQ_LEN, "sequential", 0, "wiki.valid.txt")
     for row in todo:
         if row["solver"] == "dense":
-            yield row, dense
+            yield row, start.dense
         else:
             config = modegpt.CompressionConfig(
                 sparsity=row["sparsity"], solver=row["solver"], allocation=asked.allocation
             )
-            model = compressed(asked, dense, windows, config)
+            model = compressed(asked, start.dense, start.windows, config)
             report = model.modegpt_report
             yield {**row, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
 
@@ -77,26 +71,25 @@ def figures(task: TaskResult) -> dict[str, Any]:
 def main() -> None:
     """Measure every row that is not in the result file yet."""
     asked = options()
-    name = default_model(asked.model)
     protocol = {
         "tasks": asked.names,
         "limit": asked.limit,
         "num_fewshot": 0,
         "allocation": asked.allocation,
         "dtype": "float32",
-        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+        "calibration": CALIBRATION,
     }
-    about = {"model": Path(name).name, "protocol": protocol}
+    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
     rows = finished(asked.json, about)
     todo = [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
     if not todo:
         return
     tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in asked.names])
-    tokenizer = open_tokenizer(name)
-    for row, model in models(asked, name, tokenizer, todo):
+    base = opened(asked)
+    for row, model in models(asked, base, todo):
         start = time.perf_counter()
         with ProgressBar() as progress:
-            result = modegpt.evaluate_tasks(model, tokenizer, tasks, asked.limit, progress=progress)
+            result = modegpt.evaluate_tasks(model, base.tokenizer, tasks, asked.limit, progress=progress)
         row["tasks"] = {task.task: figures(task) for task in result.tasks}
         row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
         rows.append(row)
