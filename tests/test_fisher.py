@@ -206,4 +206,4 @@ def test_what_varies_of_a_neuron_is_felt_times_the_share_that_others_do_not_make
     energy = (z - centre).square().sum(0) * down.square().sum(0)
     expected = (effect * (z - centre).square()).sum(0) * scores / energy
     expected[4] = 0
-    torch.testing.assert_close(felt_by_logits(BlockMoments(sums, n_tokens=50), scores, down), expected)
+    torch.testing.assert_close(felt_by_logits(BlockMoments(sums, n_tokens=50), scores, energy), expected)

@@ -45,6 +45,7 @@ def test_moments_are_the_sums_the_docstrings_state():
     expected = {
         "mlp": z.T @ z,
         "mlp_sum": z.sum(0),
+        "mlp_energy": z.square().sum(0),
         "query": q.square().sum(0),
         "key": k.square().sum(0),
         "query_moment": torch.einsum("tgi,tgj->gij", q, q),
@@ -83,6 +84,25 @@ def test_targets_are_paired_with_each_tokens_mlp_input(every):
     expected = {"mlp": z.T @ z, "mlp_target": z.T @ y, "target_sum": y.sum(0), "target_energy": y.square().sum()}
     for name, total in expected.items():
         torch.testing.assert_close(moments[name], total, **CLOSE)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
+def test_energies_are_of_all_tokens_where_a_moment_is_of_some(weighted: bool):
+    """They come from float32 squares of 24 tokens, some of which the moment does not count."""
+    torch.manual_seed(3)
+    model = llama()
+    architecture = architecture_of(model.config)
+    blocks = ModelBlocks(model, architecture, consume=False)
+    dims = Dimensions.of(architecture, model.config)
+    block, windows = blocks.peek(0, torch.device("cpu")), torch.randint(50, (3, 8))
+    calibration = blocks.embed(windows, 2, HiddenStates())
+    weights = [torch.rand(2, 8).double(), torch.rand(1, 8).double()]
+    taken = {every: BlockMoments.zeros(dims, ("mlp", "mlp_energy"), every=every) for every in (1, 3)}
+    for moments in taken.values():
+        with record_moments(block, architecture, dims, moments, weights if weighted else None):
+            list(run_block(block, 0, calibration, torch.device("cpu")))
+    torch.testing.assert_close(taken[3]["mlp_energy"], taken[1]["mlp"].diagonal(), **CLOSE)
+    assert bool((taken[3]["mlp_energy"] > taken[3]["mlp"].diagonal()).all())
 
 
 def test_gates_are_what_the_activations_hold_beside_the_up_projection():

@@ -12,6 +12,7 @@ from modegpt.decompose.logits import gram, logit_selection
 from modegpt.moments import SHAPES, BlockMoments
 from modegpt.solvers import SOLVERS, split_rank
 from modegpt.solvers.bias import centred
+from modegpt.solvers.mlp import as_used
 from modegpt.solvers.query_key import RIDGE as LOGITS_RIDGE
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-9}
@@ -218,3 +219,26 @@ def test_what_is_silent_or_missing_is_noted(solver: str):
     assert mlp.notes[1].startswith("the kept moment lacks 1 of 6 ranks")
     vo = SOLVERS["vo"]["context"].decide(weights, dims, moments, 3, CONFIG)
     assert vo.notes == ["the kept contexts lack 6 ranks; a pseudo-inverse was used"]
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_a_moment_of_some_tokens_gets_the_energies_of_all(bias: bool):
+    """The correlations stay; a neuron that only the other tokens use is told by no other."""
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(60, 5, generator=generator, dtype=torch.float64) + 0.5
+    z[::3, 3], z[:, 4] = 0, 0
+    some = z[::3]
+    sums = {"mlp": some.T @ some, "mlp_energy": z.square().sum(0)}
+    if bias:
+        sums["mlp_sum"] = some.sum(0)
+    found = as_used(BlockMoments(sums, n_tokens=20, every=3))
+    expected = some[:, :3].T.cov() if bias else some[:, :3].T @ some[:, :3]
+    roots = found.diagonal()[:3].sqrt(), expected.diagonal().sqrt()
+    correlations = (part / root[:, None] / root for part, root in zip((found[:3, :3], expected), roots, strict=True))
+    torch.testing.assert_close(*correlations)
+    grown = sums["mlp_energy"][:3] / some[:, :3].square().sum(0)
+    varies = (some - some.mean(0) if bias else some)[:, :3].square().sum(0)
+    torch.testing.assert_close(found.diagonal()[:3], varies * grown)
+    assert found[3, 3] == sums["mlp_energy"][3] > 0
+    assert not found[3, :3].any()
+    assert not found[4].any()

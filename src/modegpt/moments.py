@@ -22,6 +22,7 @@ from .token_weights import weighed_by_norm
 SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),
     "mlp_sum": lambda d: (d.d_int,),
+    "mlp_energy": lambda d: (d.d_int,),
     "mlp_target": lambda d: (d.d_int, d.d_model),
     "gate": lambda d: (d.d_int, d.d_int),
     "fisher": lambda d: (3, d.d_int),
@@ -44,11 +45,14 @@ have to add for the block's output to be the dense model's. Over all tokens, eac
 `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head: `query = Σ q²`, `key = Σ k²`,
 `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and `logits`, the covariance of the
 coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP, `gate = Σ a aᵀ` over every
-`GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. What the logits feel of neurons, `fisher`, is added by
-`FisherProbe.record`."""
+`GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. Where only every so manieth token is counted, `mlp_energy = Σ z²`
+is still over all of them. What the logits feel of neurons, `fisher`, is added by `FisherProbe.record`."""
 
 GATES_EVERY = 4
 """The moment of the gates tells which of them open together: a few thousand tokens are enough (docs/log.md)."""
+
+ENERGY_ROWS = 128
+"""Tokens whose activations are squared at once."""
 
 WEIGHTED = ("mlp", "context", "gate")
 """The sources whose tokens have weights: those that a refit reads. Query-key measures every window's logits alike."""
@@ -72,13 +76,15 @@ class BlockMoments:
     n_tokens: float = field(default=0)
     """What the weights of all tokens sum to."""
     every: int = 1
-    """Of the tokens of a batch, every so manieth is counted."""
+    """Of the tokens of a batch, every so manieth is counted, but all in `mlp_energy`."""
     places: Tensor | None = field(default=None, repr=False)
     """Places of the tokens that count in the batch that comes next; None for every so manieth from its first one."""
     gate_places: Tensor | None = field(default=None, repr=False)
     """Places among these of the tokens whose gates count; None for every `GATES_EVERY`-th."""
     roots: Tensor | None = field(default=None, repr=False)
-    """`(tokens, 1)` square roots of the weights of the tokens that come next; None where all count alike."""
+    """`(counted, 1)` square roots of the weights of those that count; None where all count alike."""
+    weights: Tensor | None = field(default=None, repr=False)
+    """`(tokens,)` weights of all tokens that come next; None where all count alike."""
     _mlp_input: Tensor | None = field(default=None, repr=False)
 
     @classmethod
@@ -106,6 +112,8 @@ class BlockMoments:
         x = self.counted(states).float()
         if self.roots is not None and source in WEIGHTED:
             x = self.roots * x
+        if source == "mlp" and "mlp_energy" in self.sums:
+            self._add_energy(states.flatten(0, -2))
         if source == "mlp" and "mlp_target" in self.sums:
             self._mlp_input = x
         for name in self.sums.keys() & {source, f"{source}_sum", f"{source}_moment"}:
@@ -118,6 +126,12 @@ class BlockMoments:
             else:
                 heads = x.unflatten(-1, (len(total), -1)).transpose(0, 1)
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
+
+    def _add_energy(self, rows: Tensor) -> None:
+        """Add `Σ w z²` of all `(tokens, d_int)` rows, in parts that a processor's cache holds: that takes a quarter."""
+        weights = rows.new_ones(len(rows), dtype=torch.float32) if self.weights is None else self.weights
+        for part, weight in zip(rows.split(ENERGY_ROWS), weights.split(ENERGY_ROWS), strict=True):
+            self.sums["mlp_energy"] += weight @ part.float().square()
 
     def update_gates(self, activations: Tensor, up: Tensor) -> None:
         """Add some tokens' gates `a = z / u`, from `(..., d_int)` `z` and `u`. Cost: `d_int²/2` operations a token."""
@@ -205,6 +219,7 @@ def record_moments(
             if weights is None:
                 moments.n_tokens += len(moments.counted(states))
                 return
+            moments.weights = weights.flatten().to(states.device, torch.float32)
             weights = moments.counted(weights[..., None])
             moments.n_tokens += weights.sum().item()
             moments.roots = weights.sqrt().to(states.device, torch.float32)

@@ -28,8 +28,8 @@ from .surgery import (
 from .token_weights import weighed_by_norm
 
 EVERY = 3
-"""Of the dense model's tokens, every third decides which neurons stay: a third of the work for their moment, and a
-choice that is as good, but for the first block's, which costs most: there all do (docs/log.md)."""
+"""Of the dense model's tokens, every third decides what neurons tell of each other: a third of the work for their
+moment. How much each is used is told by all. In the first block, which costs most, all decide both (docs/log.md)."""
 KEPT_BYTES = 2**30
 """Activations of one block's MLP that are kept from the pass that measures to the one that hands on, where they fit."""
 
@@ -119,7 +119,9 @@ class BlockCompressor:
         source, dims = self.source, self.source.dims
         modules = cut_modules(ranks, dims)
         attention = self._moments([module for module in modules if module != "mlp"], block)
-        more = ["gate"] if "mlp" in modules and len(source.architecture.up) == 2 else []
+        more = ["mlp_energy"] if "mlp" in modules and drifted else []
+        if "mlp" in modules and len(source.architecture.up) == 2:
+            more.append("gate")
         probe = self.probe if self.probe is not None and "mlp" in modules and self.probe.reaches(index) else None
         if probe is not None:
             more.append("fisher")
