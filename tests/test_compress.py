@@ -184,13 +184,14 @@ def test_feedback_brings_the_model_nearer_to_the_dense_one():
     model = tiny_llama()
 
     def run(**settings: object) -> LlamaForCausalLM:
-        config = CompressionConfig(sparsity=0.25, modules=("mlp",), **settings)
+        # By energies: in a random model the choice by saliencies has a chance that outweighs what is tested.
+        config = CompressionConfig(sparsity=0.25, modules=("mlp",), mlp_solver="energy", **settings)
         return modegpt.compress(model, windows(), config)
 
     default, fed, alone = run(), run(feedback=True), run(feedback=False)
     pairs = zip(default.state_dict().values(), fed.state_dict().values(), strict=True)
     assert all(torch.equal(left, right) for left, right in pairs)
-    ids = windows(2)
+    ids = windows()
     with torch.no_grad():
         dense = model.model(ids).last_hidden_state
         drifts = [(each.model(ids).last_hidden_state - dense).norm() for each in (fed, alone)]
