@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
 
-from modegpt.architectures import Dimensions, architecture_of
-from modegpt.blocks import ModelBlocks, run_block
+from modegpt.architectures import Architecture, Dimensions, architecture_of
+from modegpt.blocks import Calibration, ModelBlocks, run_block
 from modegpt.config import CompressionConfig
 from modegpt.errors import NumericalError
 from modegpt.hidden_states import HiddenStates
@@ -25,6 +26,15 @@ SUMS = [name for name in SHAPES if name not in ("logits", "gate", "fisher", *TAR
 """What `update` takes."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """Products are float32: each of a few dozen terms carries a relative rounding of 2^-24."""
+
+
+def first_block(model: PreTrainedModel) -> tuple[nn.Module, Architecture, Dimensions, Calibration]:
+    """The block, its family and sizes, and the hidden states before it of three windows of 8 tokens, two at a time."""
+    architecture = architecture_of(model.config)
+    blocks = ModelBlocks(model, architecture, consume=False)
+    calibration = blocks.embed(torch.randint(50, (3, 8)), 2, HiddenStates())
+    dims = Dimensions.of(architecture, model.config)
+    return blocks.peek(0, torch.device("cpu")), architecture, dims, calibration
 
 
 def moments_of(*batches: torch.Tensor) -> BlockMoments:
@@ -90,12 +100,7 @@ def test_targets_are_paired_with_each_tokens_mlp_input(every):
 def test_energies_are_of_all_tokens_where_a_moment_is_of_some(weighted: bool):
     """They come from float32 squares of 24 tokens, some of which the moment does not count."""
     torch.manual_seed(3)
-    model = llama()
-    architecture = architecture_of(model.config)
-    blocks = ModelBlocks(model, architecture, consume=False)
-    dims = Dimensions.of(architecture, model.config)
-    block, windows = blocks.peek(0, torch.device("cpu")), torch.randint(50, (3, 8))
-    calibration = blocks.embed(windows, 2, HiddenStates())
+    block, architecture, dims, calibration = first_block(llama())
     weights = [torch.rand(2, 8).double(), torch.rand(1, 8).double()]
     taken = {every: BlockMoments.zeros(dims, ("mlp", "mlp_energy"), every=every) for every in (1, 3)}
     for moments in taken.values():
@@ -245,12 +250,7 @@ def test_solvers_ask_for_sums_where_a_bias_can_carry_the_mean(make, preset, expe
 def test_tokens_weighed_by_norm_are_those_of_the_weights_that_the_output_gives(make):
     """What is held back to the end of a block is what weights known beforehand would have counted."""
     torch.manual_seed(3)
-    model = make()
-    architecture = architecture_of(model.config)
-    blocks = ModelBlocks(model, architecture, consume=False)
-    dims = Dimensions.of(architecture, model.config)
-    block, windows = blocks.peek(0, torch.device("cpu")), torch.randint(50, (3, 8))
-    calibration = blocks.embed(windows, 2, HiddenStates())
+    block, architecture, dims, calibration = first_block(make())
     weights = [torch.rand(2, 8).double(), torch.rand(1, 8).double()]
     names = ("mlp", "gate") if make is llama else ("mlp", "mlp_sum")
     taken = []

@@ -117,7 +117,8 @@ def as_used(moments: BlockMoments) -> Tensor:
         return moment
     counted = moments["mlp"].diagonal()
     scale = torch.where(counted > 0, energy / counted, 0).sqrt()
-    used = scale[:, None] * moment * scale
+    used = scale[:, None] * moment
+    used *= scale  # in place: at d_int = 28672 a copy is 6.6 GB
     used.diagonal().add_(torch.where(counted > 0, 0, energy))
     return used
 
