@@ -7,12 +7,10 @@ the test text, on which nothing is chosen.
     python benchmarks/allocation.py --data FOLDER
 """
 
-from pathlib import Path
-
 import torch
 
 import modegpt
-from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, default_model, opened, parser, save
+from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, model_name, opened, parser, save
 
 RULES = ("uniform", "influence", "influence-blocks", "owl")
 EVAL_WINDOWS = 12
@@ -58,7 +56,7 @@ def main() -> None:
                 "selection": f"the rest of wiki.valid.txt, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
                 "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
             }
-            save(options.json, {"model": Path(default_model(options.model)).name, "protocol": protocol, "rows": rows})
+            save(options.json, {"model": model_name(options), "protocol": protocol, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 import modegpt
-from common import CALIBRATION, compressed, default_model, finished, opened, parser, save
+from common import CALIBRATION, compressed, finished, model_name, opened, parser, save
 from modegpt.evaluate import evaluating
 from modegpt.harness import Harness, hushed, local, run_task
 from modegpt.local_tasks import read_task
@@ -64,7 +64,7 @@ def main() -> None:
         "questions": {task: f"from number {first + 1}" for task, first in FIRST.items()},
         "limit": asked.limit,
     }
-    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
+    about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
     dense, tokenizer, windows, _valid, _test = opened(asked)
     for settings in [None, *asked.settings]:

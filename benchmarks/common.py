@@ -55,6 +55,11 @@ def default_model(name: str | None) -> str:
     return name or str(model_file())
 
 
+def model_name(options: argparse.Namespace) -> str:
+    """Return what result files call the model."""
+    return Path(default_model(options.model)).name
+
+
 def wikitext(options: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Return the tokens of the validation and of the test text."""
     folder = options.data or Path("data")

@@ -7,12 +7,10 @@ calibrated on the first 16 windows of 512 tokens of WikiText-2's validation text
     python benchmarks/faithful.py --data FOLDER
 """
 
-from pathlib import Path
-
 import torch
 
 import modegpt
-from common import SEQ_LEN, default_model, opened, parser, save
+from common import SEQ_LEN, model_name, opened, parser, save
 
 VARIANTS = {"mlp": ("mlp",), "query-key": ("qk",), "value-output": ("vo",), "all": ("mlp", "qk", "vo")}
 SPARSITY, SAMPLES, EVAL_WINDOWS = 0.25, 16, 12
@@ -46,7 +44,7 @@ def main() -> None:
     save(
         options.json,
         {
-            "model": Path(default_model(options.model)).name,
+            "model": model_name(options),
             "protocol": {
                 "sparsity": SPARSITY,
                 "solver": "paper",

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, default_model, finished, opened, parser, save
+from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
 from modegpt.calibration import load_text, tokenize
 from modegpt.damage import divergence, log_probabilities
 from modegpt.local_tasks import read_task
@@ -66,7 +66,7 @@ def main() -> None:
         "held_out": f"{EVAL_WINDOWS} windows of {SEQ_LEN} tokens each: the rest of wiki.valid.txt, "
         f"{asked.instruct.name}, passages of {asked.passages.name}",
     }
-    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
+    about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
     dense, tokenizer, windows, valid, _test = opened(asked)
     texts = {

@@ -9,7 +9,7 @@ import time
 import torch
 
 import modegpt
-from common import default_model, parser, save
+from common import default_model, model_name, parser, save
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.models import open_model, open_tokenizer
 
@@ -43,7 +43,7 @@ def main() -> None:
     save(
         options.json,
         {
-            "model": name.rsplit("/", 1)[-1],
+            "model": model_name(options),
             "protocol": {"tokens": f"{SAMPLES} x {SEQ_LEN}", "sparsity": SPARSITY, "solver": "paper"},
             "ratio_median": statistics.median(ratios),
             "ratios": ratios,

@@ -14,20 +14,17 @@ goes on where it was stopped.
 import argparse
 import copy
 import math
-import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import modegpt
-from common import SAMPLES, SEQ_LEN, compressed, default_model, finished, opened, parser, save
+from common import SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
 from modegpt.calibration import draw_windows, load_text, tokenize
-from modegpt.compress import prepare
 from modegpt.planning import make_plan
-from modegpt.run import Run
+from scored import Scored
 
 EVAL_WINDOWS = 48
 
@@ -56,26 +53,6 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield {"method": solver, "sparsity": sparsity, "allocation": allocation, "modules": part}
 
 
-class Scored:
-    """Scores of the dense blocks, taken once for each solver and rule, and the ranks that follow from them."""
-
-    def __init__(self, dense: Any, windows: torch.Tensor) -> None:
-        """Score nothing yet."""
-        self._dense, self._windows = dense, windows
-        self._known: dict[tuple[str, ...], tuple[Run, Any, float]] = {}
-
-    def plan(self, config: modegpt.CompressionConfig) -> tuple[modegpt.CompressionConfig, float]:
-        """Return the settings with the ranks in place of the rule, and the seconds that the scores took."""
-        key = (config.solver, config.allocation, *config.modules)
-        if key not in self._known:
-            start, run = time.perf_counter(), prepare(self._dense, self._windows, config, None, None)
-            scores = run.scores()
-            self._known[key] = run, scores, round(time.perf_counter() - start, 1)
-        run, scores, seconds = self._known[key]
-        ranks = replace(run, config=config).allocate(scores).ranks
-        return replace(config, allocation="plan", plan=tuple(ranks)), seconds
-
-
 def without_layers(dense: Any, windows: torch.Tensor, sparsity: float) -> Any:
     """Return the model without the layers of the least Block Influence (ShortGPT)."""
     config = modegpt.CompressionConfig(sparsity=sparsity, allocation="influence")
@@ -97,7 +74,7 @@ def main() -> None:
         "calibration": f"{Path(asked.calibration or 'wiki.valid.txt').name}, first {SAMPLES} x {SEQ_LEN} tokens",
         "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
     }
-    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
+    about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
     dense, tokenizer, windows, _valid, test = opened(asked)
     if asked.calibration is not None:
@@ -117,8 +94,8 @@ def main() -> None:
             config = modegpt.CompressionConfig(
                 sparsity=row["sparsity"], allocation=row["allocation"], solver=row["method"], modules=modules
             )
-            if row["allocation"] != "uniform":
-                config, row["scoring_seconds"] = scored.plan(config)
+            config, seconds = scored.plan(config)
+            row |= {"scoring_seconds": seconds} if seconds else {}
             model = compressed(asked, dense, windows, config)
             report = model.modegpt_report
             row |= {"achieved": report["sparsity"], "seconds": report["seconds"]}

@@ -4,10 +4,11 @@ With `--names` other tasks, the rest of those that the paper measures, say, into
 
 Protocol: float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text; the first samples
 of each task, by default as many as ARC-challenge has, from local files of the shapes in docs/zero-shot.md, scored by
-lm-eval. Every row is written when it is done; the same command goes on where it was stopped. A row takes about 20
-minutes on one core.
+lm-eval. Blocks are scored once for all sparsities. Every row is written when it is done; the same command goes on where
+it was stopped. A row takes about 20 minutes on one core.
 
     python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER
+    python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER --allocation error --json FILE
 """
 
 import argparse
@@ -19,9 +20,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, Opened, compressed, default_model, finished, opened, parser, save
+from common import CALIBRATION, Opened, compressed, finished, model_name, opened, parser, save
 from modegpt.progress import ProgressBar
 from modegpt.zero_shot import PRESETS, TaskResult, open_tasks
+from scored import Scored
 
 DEFAULTS = modegpt.CompressionConfig()
 
@@ -49,6 +51,7 @@ def models(
     asked: argparse.Namespace, start: Opened, todo: list[dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], PreTrainedModel]]:
     """Yield the start of a row and its model."""
+    scored = Scored(start.dense, start.windows)
     for row in todo:
         if row["solver"] == "dense":
             yield row, start.dense
@@ -56,6 +59,7 @@ def models(
             config = modegpt.CompressionConfig(
                 sparsity=row["sparsity"], solver=row["solver"], allocation=asked.allocation
             )
+            config, _seconds = scored.plan(config)
             model = compressed(asked, start.dense, start.windows, config)
             report = model.modegpt_report
             yield {**row, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
@@ -79,7 +83,7 @@ def main() -> None:
         "dtype": "float32",
         "calibration": CALIBRATION,
     }
-    about = {"model": Path(default_model(asked.model)).name, "protocol": protocol}
+    about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
     todo = [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
     if not todo:
