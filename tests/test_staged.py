@@ -27,7 +27,7 @@ from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import GATES_EVERY, BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
-from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, RIDGE, SALIENCY_POWER, SALIENCY_RIDGE, TARGET_RIDGE
+from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
 from modegpt.staged import EVERY, BlockCompressor
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.token_weights import token_weights
@@ -224,7 +224,7 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
         mean = (some * z).sum(0) / some.sum()
         moment = moment - some.sum() * torch.outer(mean, mean)
     moment = scale[:, None] * moment * scale
-    scores, gates = saliencies(moment, down, SALIENCY_RIDGE, SALIENCY_POWER), None
+    scores, gates = saliencies(moment, down, SALIENCY_RIDGE), None
     if len(narrow.ups) == 2:
         z, some = batches.every(every * GATES_EVERY)
         hidden, (module, rows) = [], layout.ups(block)[1]

@@ -52,21 +52,6 @@ def test_between_energy_and_leverage(seed):
 
 
 @properties
-@given(seeds, ridges, st.sampled_from([0.5, 0.75, 1.0]))
-def test_a_power_is_of_what_a_neuron_alone_tells(seed, ridge, power):
-    _, moment, down = problem(seed)
-    own = 1 / (moment + ridge * moment.diagonal().diag()).inverse().diagonal()
-    expected = down.square().sum(0) * own**power
-    torch.testing.assert_close(saliencies(moment, down, ridge, power), expected, **GAUSSIAN_TOLERANCE)
-    # For a neuron written by a unit vector it is the power of the saliency; a factor of all tokens changes no order.
-    units = down / down.norm(dim=0)
-    plain = saliencies(moment, units, ridge)
-    torch.testing.assert_close(saliencies(moment, units, ridge, power), plain**power, **ROUNDING)
-    louder = saliency(moment * 16, down, D_INT - 2, ridge, ridge, power)
-    assert torch.equal(louder.kept, saliency(moment, down, D_INT - 2, ridge, ridge, power).kept)
-
-
-@properties
 @given(seeds, ranks, ridges)
 def test_keeps_the_largest_and_refits_to_them(seed, rank, ridge):
     z, moment, down = problem(seed)

@@ -11,34 +11,26 @@ from . import psd
 from .nystrom import NystromResult, keep_highest
 
 
-def saliencies(moment: Tensor, down: Tensor, ridge: float, power: float = 1.0) -> Tensor:
-    """Return `‖w_i‖² r_i^p`, `r_i = 1/[(C + μ diag C)⁻¹]_ii`, of every neuron, `(d_int,)`; 0 for one never active.
+def saliencies(moment: Tensor, down: Tensor, ridge: float) -> Tensor:
+    """Return `‖w_i‖² / [(C + μ diag C)⁻¹]_ii` of every neuron, `(d_int,)`; 0 for one that is never active.
 
-    With `p = 1` it is the loss `min_X tr((X − W)(C + μ diag C)(X − W)ᵀ)` over `X` whose column `i` is zero: that of the
-    ridge refit if this neuron alone goes. That is the saliency of Optimal Brain Surgeon (Hassibi and Stork, 1993), for
-    a whole column and with a ridge. As `μ → ∞`, the order is that of the energies; as `μ → 0`, with `W` of orthogonal
-    columns of one size, that of the leverage scores.
-
-    `r_i` is what neuron `i` alone tells of the calibration text. On other text it is nearer to the others' mean, in
-    logarithms by a factor `p < 1`: then the expected loss there is that with `r_i^p`, up to one factor for all.
-    A power below 1 takes the scale of each neuron as the model was trained: scaled up before the down projection and
-    down in it, it would be counted less. Cost: `2 d_int³/3` operations.
+    It is the loss `min_X tr((X − W)(C + μ diag C)(X − W)ᵀ)` over `X` whose column `i` is zero: that of the ridge refit
+    if this neuron alone goes. That is the saliency of Optimal Brain Surgeon (Hassibi and Stork, 1993), for a whole
+    column and with a ridge. As `μ → ∞`, the order is that of the energies; as `μ → 0`, with `W` of orthogonal columns
+    of one size, that of the leverage scores. Cost: `2 d_int³/3` operations.
 
     Args:
         moment: `(d_int, d_int)` second moment `C = Σ z zᵀ` of the down projection's input, float64.
         down: `(d_model, d_int)` down projection `W`, float64.
         ridge: `μ > 0`, relative to each neuron's own energy.
-        power: `p`, in (0, 1].
     """
     size = moment.diagonal()
     alive = size > 0
     lower, _jitter = psd.cholesky(moment, torch.where(alive, ridge * size, 1))
-    return torch.where(alive, down.square().sum(0) * psd.inverse_diagonal(lower).pow(-power), 0)
+    return torch.where(alive, down.square().sum(0) / psd.inverse_diagonal(lower), 0)
 
 
-def saliency(
-    moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge: float, power: float = 1.0
-) -> NystromResult:
+def saliency(moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge: float) -> NystromResult:
     """Compress an MLP to the `rank` neurons of the largest saliency, then refit by ridge least squares.
 
     Ties are broken by the lower index. Cost: that of `nystrom`.
@@ -49,11 +41,10 @@ def saliency(
         rank: neurons to keep, `1 ≤ rank ≤ d_int`.
         ridge: `μ > 0` of the saliencies, relative to each neuron's own energy.
         refit_ridge: `λ` of the refit, likewise.
-        power: `p` of the saliencies.
 
     Raises:
         NotPositiveDefiniteError: an input is not finite.
     """
     psd.require_finite(down, "the down projection")
     psd.require_finite(moment, "the moment of the MLP")
-    return keep_highest(moment, down, saliencies(moment, down, ridge, power), rank, refit_ridge)
+    return keep_highest(moment, down, saliencies(moment, down, ridge), rank, refit_ridge)

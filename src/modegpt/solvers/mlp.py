@@ -39,11 +39,6 @@ SALIENCY_RIDGE = 0.03
 """μ of the saliencies. At 30 % the log perplexity of SmolLM2 rises by 0.380 on text like and 0.868 on text unlike the
 calibration text with 0.03, and by 0.384 and 0.873 with 0.1 (docs/log.md)."""
 
-SALIENCY_POWER = 0.75
-"""p of the saliencies: by how much, in logarithms, what a neuron alone tells of one text differs on another. Regressed
-from SmolLM2's calibration text on instructions 0.77, on encyclopedic passages 0.83, on more of the same 0.92, in the
-mean of seven blocks (docs/log.md)."""
-
 
 def leverage(
     weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
@@ -205,7 +200,4 @@ def _late(select: Callable[..., NystromResult], score: Callable[[Tensor, Tensor]
 
 
 ENERGY = _late(partial(energy, ridge=RIDGE), energy_scores)
-SALIENCY = _late(
-    partial(saliency, ridge=SALIENCY_RIDGE, refit_ridge=RIDGE, power=SALIENCY_POWER),
-    partial(saliencies, ridge=SALIENCY_RIDGE, power=SALIENCY_POWER),
-)
+SALIENCY = _late(partial(saliency, ridge=SALIENCY_RIDGE, refit_ridge=RIDGE), partial(saliencies, ridge=SALIENCY_RIDGE))
