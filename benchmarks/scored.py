@@ -17,7 +17,7 @@ class Scored:
     def __init__(self, dense: Any, windows: torch.Tensor) -> None:
         """Score nothing yet."""
         self._dense, self._windows = dense, windows
-        self._known: dict[tuple[str, ...], tuple[Run, Any, float]] = {}
+        self._known: dict[tuple[object, ...], tuple[Run, Any, float]] = {}
 
     def plan(self, config: modegpt.CompressionConfig) -> tuple[modegpt.CompressionConfig, float]:
         """Return the settings with the ranks in place of the rule, and the seconds that the scores took.
@@ -26,7 +26,7 @@ class Scored:
         """
         if config.allocation == "uniform":
             return config, 0.0
-        key = (config.solver, config.allocation, *config.modules)
+        key = (config.solver, config.allocation, config.seed, *config.modules)
         if key not in self._known:
             start, run = time.perf_counter(), prepare(self._dense, self._windows, config, None, None)
             scores = run.scores()

@@ -1,28 +1,14 @@
 """Writes the README's figures, between their markers, from the JSON that the benchmarks left in benchmarks/results."""
 
-import json
 import math
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-from modegpt.paired import compare
+from readme import load, table
+from zero_shot_tables import zero_shot
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- figures -->", "<!-- /figures -->"
-
-
-def load(name: str) -> dict[str, Any] | None:
-    """Return a result file, or None if that benchmark has not been run."""
-    path = RESULTS / name
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def faithful() -> str:
@@ -148,74 +134,6 @@ def resuming() -> str:
         f"**A killed run loses nothing.** {data['equal']} of {data['protocol']['trials']} runs killed with SIGKILL at "
         "random moments and resumed ended with the bytes\nof an undisturbed run (`benchmarks/kill_and_resume.py`)."
     )
-
-
-def zero_shot() -> str:
-    """Return the section on zero-shot accuracy by sparsity: the main tasks, then the others with the means over all."""
-    parts = []
-    main, others = load("zero_shot.json"), load("zero_shot_others.json")
-    if main is not None:
-        parts += [_accuracies("**Zero-shot accuracy.**", main), _best_over_paper(main)]
-    if main is not None and others is not None:
-        before = {(row["solver"], row["sparsity"]): row["tasks"] for row in main["rows"]}
-        parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
-    return "\n\n".join(parts)
-
-
-def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float], dict[str, Any]] | None = None) -> str:
-    """Return a table of tasks and means; with the tasks measured `before`, by row, the means over those and these."""
-    about, rows, errors = data["protocol"], [], []
-    header = ["solvers", "sparsity", *(f"`{task}`" for task in about["tasks"]), "mean", "mean of `acc`"]
-    which = "a mean"
-    if before:
-        n_tasks = len(about["tasks"]) + len(next(iter(before.values())))
-        header += [f"all {n_tasks}", "all, `acc`"]
-        which = f"a mean over all {n_tasks}"
-    for row in data["rows"]:
-        tasks = every = [row["tasks"][name] for name in about["tasks"]]
-        figures = [*map(_accuracy, tasks), row["mean"]["acc_norm"], row["mean"]["acc"]]
-        if before:
-            every = [*before[row["solver"], row["sparsity"]].values(), *tasks]
-            figures += _means(every)
-        share = f"{row['sparsity']:.0%}" if row["sparsity"] else ""
-        rows.append([f"`{row['solver']}`", share, *(f"{figure:.1%}" for figure in figures)])
-        errors.append(math.hypot(*(task["acc_stderr"] for task in every)) / len(every))
-    plain = [name for name, task in data["rows"][0]["tasks"].items() if task["acc_norm"] is None]
-    text = (
-        f"{title} `acc_norm` (`acc` for {' and '.join(plain)}) of the first {about['limit']} samples of each task "
-        f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}.\n"
-        f"The standard error of {which} is about {max(errors):.1%} (`benchmarks/zero_shot.py`)."
-    )
-    return text + "\n\n" + table(header, rows)
-
-
-def _best_over_paper(data: dict[str, Any]) -> str:
-    """Return a table of the differences between the two sets of solvers on the same samples."""
-    rows = {(row["solver"], row["sparsity"]): row["tasks"] for row in data["rows"] if row["solver"] != "dense"}
-    sparsities = sorted({sparsity for _, sparsity in rows})
-    found = [compare(_by_sample(rows["best", share]), _by_sample(rows["paper", share])) for share in sparsities]
-    header = ["`best` over `paper`", *(f"{share:.0%}" for share in sparsities)]
-    lines = [
-        [name, *(f"{getattr(each.mean, key):+.1%} ± {getattr(each.mean, f'{key}_stderr'):.1%}" for each in found)]
-        for name, key in (("mean", "acc_norm"), ("mean of `acc`", "acc"))
-    ]
-    return "The differences, with their standard errors on the same samples:\n\n" + table(header, lines)
-
-
-def _by_sample(tasks: dict[str, Any]) -> dict[str, dict[str, list[float]]]:
-    return {
-        name: {figure: [float(digit) for digit in digits] for figure, digits in task["right"].items()}
-        for name, task in tasks.items()
-    }
-
-
-def _accuracy(task: dict[str, Any]) -> float:
-    return task["acc"] if task["acc_norm"] is None else task["acc_norm"]
-
-
-def _means(tasks: list[dict[str, Any]]) -> list[float]:
-    """Return the unweighted means over tasks, of `acc_norm` where there is one and of `acc`."""
-    return [fmean(map(_accuracy, tasks)), fmean(task["acc"] for task in tasks)]
 
 
 def speed() -> str:

@@ -14,6 +14,7 @@ it was stopped. A row takes about 20 minutes on one core.
 import argparse
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,17 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--limit", type=int, default=1172, help="samples of each task")
     arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
     arguments.add_argument("--allocation", default=DEFAULTS.allocation)
+    arguments.add_argument("--seed", type=int, nargs="*", default=[0], help="of `best`, whose windows the model writes")
     return arguments.parse_args()
 
 
 def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what each row compares."""
-    yield {"solver": "dense", "sparsity": 0.0}
+    yield {"solver": "dense", "sparsity": 0.0, "seed": 0}
     for sparsity in asked.sparsity:
         for solver in asked.solver:
-            yield {"solver": solver, "sparsity": sparsity}
+            for seed in asked.seed if solver == "best" else [0]:  # nothing else draws
+                yield {"solver": solver, "sparsity": sparsity, "seed": seed}
 
 
 def models(
@@ -57,7 +60,7 @@ def models(
             yield row, start.dense
         else:
             config = modegpt.CompressionConfig(
-                sparsity=row["sparsity"], solver=row["solver"], allocation=asked.allocation
+                sparsity=row["sparsity"], solver=row["solver"], seed=row["seed"], allocation=asked.allocation
             )
             config, _seconds = scored.plan(config)
             model = compressed(asked, start.dense, start.windows, config)
@@ -98,7 +101,8 @@ def main() -> None:
         row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
         rows.append(row)
         print(row, flush=True)
-        save(asked.json, {**about, "rows": sorted(rows, key=lambda row: (row["sparsity"], row["solver"]))})
+        rows.sort(key=itemgetter("sparsity", "solver", "seed"))
+        save(asked.json, {**about, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""The README's section on zero-shot accuracy, from what `zero_shot.py` left."""
+
+import math
+from operator import itemgetter
+from statistics import fmean
+from typing import Any
+
+from modegpt.paired import compare
+from readme import load, table
+
+MEANS = (("mean", "acc_norm"), ("mean of `acc`", "acc"))
+"""What tables call the means over tasks, and their keys."""
+
+
+def zero_shot() -> str:
+    """Return the section on zero-shot accuracy by sparsity: main tasks by rule, then the others with means over all."""
+    parts = []
+    main, by_error, others = (load(f"zero_shot{name}.json") for name in ("", "_error", "_others"))
+    if main is not None:
+        parts += [_accuracies("**Zero-shot accuracy.**", main), _best_over_paper(main)]
+    if by_error is not None:
+        parts.append(_means_by_rule(by_error))
+    if main is not None and others is not None:
+        before = {(row["solver"], row["sparsity"]): row["tasks"] for row in _first_seed(main)}
+        parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
+    return "\n\n".join(parts)
+
+
+def _first_seed(data: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in data["rows"] if row["seed"] == 0]
+
+
+def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float], dict[str, Any]] | None = None) -> str:
+    """Return a table of tasks and means; with the tasks measured `before`, by row, the means over those and these."""
+    about, rows, errors = data["protocol"], [], []
+    header = ["solvers", "sparsity", *(f"`{task}`" for task in about["tasks"]), "mean", "mean of `acc`"]
+    which = "a mean"
+    if before:
+        n_tasks = len(about["tasks"]) + len(next(iter(before.values())))
+        header += [f"all {n_tasks}", "all, `acc`"]
+        which = f"a mean over all {n_tasks}"
+    for row in _first_seed(data):
+        tasks = every = [row["tasks"][name] for name in about["tasks"]]
+        figures = [*map(_accuracy, tasks), row["mean"]["acc_norm"], row["mean"]["acc"]]
+        if before:
+            every = [*before[row["solver"], row["sparsity"]].values(), *tasks]
+            figures += _means(every)
+        share = f"{row['sparsity']:.0%}" if row["sparsity"] else ""
+        rows.append([f"`{row['solver']}`", share, *(f"{figure:.1%}" for figure in figures)])
+        errors.append(math.hypot(*(task["acc_stderr"] for task in every)) / len(every))
+    plain = [name for name, task in data["rows"][0]["tasks"].items() if task["acc_norm"] is None]
+    text = (
+        f"{title} `acc_norm` (`acc` for {' and '.join(plain)}) of the first {about['limit']} samples of each task "
+        f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}.\n"
+        f"The standard error of {which} is about {max(errors):.1%} (`benchmarks/zero_shot.py`)."
+    )
+    return text + "\n\n" + table(header, rows)
+
+
+def _best_over_paper(data: dict[str, Any]) -> str:
+    """Return a table of the differences between the two sets of solvers on the same samples."""
+    header, lines = _differences(data)
+    seeds = max(len(found) for found in _by_seed(data, "best").values())
+    text = "The differences, with their standard errors on the same samples"
+    if seeds > 1:
+        text += f"; with {seeds} seeds, the answers with windows\nthat the model writes are means over as many draws"
+    return f"{text}:\n\n" + table(header, lines)
+
+
+def _means_by_rule(data: dict[str, Any]) -> str:
+    """Return a table of the means of both sets of solvers, and their differences, under another allocation rule."""
+    rows = {(row["solver"], row["sparsity"]): row["mean"] for row in _first_seed(data)}
+    header, differences = _differences(data)
+    sparsities = sorted({sparsity for solver, sparsity in rows if solver == "best"})
+    lines = [
+        [f"`{solver}`, {name}", *(f"{rows[solver, sparsity][key]:.1%}" for sparsity in sparsities)]
+        for name, key in MEANS
+        for solver in ("best", "paper")
+    ]
+    header[0] = f"`{data['protocol']['allocation']}`"
+    lines += [[f"`best` over `paper`, {line[0]}", *line[1:]] for line in differences]
+    return f"The same tasks and samples with ranks by {header[0]}:\n\n" + table(header, lines)
+
+
+def _differences(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return header and lines of what `best` has over `paper`: with the first seed, and where more were drawn, all."""
+    best, paper = (_by_seed(data, solver) for solver in ("best", "paper"))
+    sparsities = sorted(best)
+    lines = [[name, *(_difference(best[at][:1], paper[at], key) for at in sparsities)] for name, key in MEANS]
+    seeds = max(map(len, best.values()))
+    if seeds > 1:
+        cells = [(best[at] if len(best[at]) > 1 else None, paper[at]) for at in sparsities]
+        lines += [
+            [f"{name}, {seeds} seeds", *(_difference(ours, theirs, key) if ours else "" for ours, theirs in cells)]
+            for name, key in MEANS
+        ]
+    return ["`best` over `paper`", *(f"{sparsity:.0%}" for sparsity in sparsities)], lines
+
+
+def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], key: str) -> str:
+    """Return the mean difference in a figure, each sample's being its mean over runs, with its standard error."""
+    mean = compare(_by_sample(ours), _by_sample(theirs)).mean
+    return f"{getattr(mean, key):+.1%} ± {getattr(mean, f'{key}_stderr'):.1%}"
+
+
+def _by_seed(data: dict[str, Any], solver: str) -> dict[float, list[dict[str, Any]]]:
+    """Return the tasks of a set of solvers by sparsity, those of the first seed first."""
+    found: dict[float, list[dict[str, Any]]] = {}
+    for row in sorted(data["rows"], key=itemgetter("seed")):
+        if row["solver"] == solver:
+            found.setdefault(row["sparsity"], []).append(row["tasks"])
+    return found
+
+
+def _by_sample(runs: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
+    """Return each task's figures of each sample, as means over runs."""
+    return {
+        name: {
+            figure: [
+                fmean(map(float, digits)) for digits in zip(*(run[name]["right"][figure] for run in runs), strict=True)
+            ]
+            for figure in task["right"]
+        }
+        for name, task in runs[0].items()
+    }
+
+
+def _accuracy(task: dict[str, Any]) -> float:
+    return task["acc"] if task["acc_norm"] is None else task["acc_norm"]
+
+
+def _means(tasks: list[dict[str, Any]]) -> list[float]:
+    """Return the unweighted means over tasks, of `acc_norm` where there is one and of `acc`."""
+    return [fmean(map(_accuracy, tasks)), fmean(task["acc"] for task in tasks)]
