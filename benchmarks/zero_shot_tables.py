@@ -61,10 +61,13 @@ def _best_over_paper(data: dict[str, Any]) -> str:
     """Return a table of the differences between the two sets of solvers on the same samples."""
     header, lines = _differences(data)
     seeds = max(len(found) for found in _by_seed(data, "best").values())
-    text = "The differences, with their standard errors on the same samples"
+    text = (
+        "The differences, with their standard errors on the same samples, and flips: samples on which only one of a "
+        "model and\nthe dense one is right. An accuracy also counts what a damaged model gets right by chance"
+    )
     if seeds > 1:
-        text += f"; with {seeds} seeds, the answers with windows\nthat the model writes are means over as many draws"
-    return f"{text}:\n\n" + table(header, lines)
+        text += f". With {seeds} seeds, answers are\nmeans over as many draws of the windows that the model writes"
+    return f"{text}:\n\n" + table(header, lines + _flips(data))
 
 
 def _means_by_rule(data: dict[str, Any]) -> str:
@@ -79,6 +82,7 @@ def _means_by_rule(data: dict[str, Any]) -> str:
     ]
     header[0] = f"`{data['protocol']['allocation']}`"
     lines += [[f"`best` over `paper`, {line[0]}", *line[1:]] for line in differences]
+    lines += _flips(data)
     return f"The same tasks and samples with ranks by {header[0]}:\n\n" + table(header, lines)
 
 
@@ -95,6 +99,17 @@ def _differences(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             for name, key in MEANS
         ]
     return ["`best` over `paper`", *(f"{sparsity:.0%}" for sparsity in sparsities)], lines
+
+
+def _flips(data: dict[str, Any]) -> list[list[str]]:
+    """Return lines with the mean share of samples on which only one of a model and the dense one is right."""
+    dense = _by_sample(_by_seed(data, "dense")[0.0])
+    lines = []
+    for solver in ("best", "paper"):
+        found = _by_seed(data, solver)
+        shares = [compare(_by_sample(found[at][:1]), dense).mean.acc_norm_flips for at in sorted(found)]
+        lines.append([f"flips, `{solver}`", *(f"{share:.1%}" for share in shares)])
+    return lines
 
 
 def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], key: str) -> str:

@@ -1,7 +1,8 @@
 """One model's accuracy over another's on the same samples, with the error that pairing leaves.
 
 Two models are right on mostly the same samples. The standard error of each accuracy holds what makes samples easy or
-hard for both, which their difference does not.
+hard for both, which their difference does not. Nor does a difference tell how alike two models answer: what one forgets
+and what it gets right by chance cancel. Flips count both (Dutta et al., "Accuracy is Not All You Need", NeurIPS 2024).
 """
 
 import math
@@ -19,6 +20,9 @@ class Difference(NamedTuple):
     acc_norm: float | None
     """None where the task defines none."""
     acc_norm_stderr: float | None
+    acc_flips: float
+    """The share of samples on which only one of the two is right."""
+    acc_norm_flips: float | None
 
 
 class Comparison(NamedTuple):
@@ -29,15 +33,27 @@ class Comparison(NamedTuple):
     """Unweighted over tasks; `acc_norm` takes `acc` where a task has no other."""
 
 
-def paired(of: Sequence[float], over: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of `d_i = of_i − over_i` over n samples and its standard error, `√(Σ (d_i − d̄)² / (n − 1) / n)`.
+class Paired(NamedTuple):
+    """Figures of one model less those of another, over samples."""
+
+    mean: float
+    stderr: float | None
+    flips: float
+
+
+def paired(of: Sequence[float], over: Sequence[float]) -> Paired:
+    """Return the mean of `d_i = of_i − over_i` over n samples, its standard error, and the mean of `|d_i|`.
+
+    The error is `√(Σ (d_i − d̄)² / (n − 1) / n)`, None for a single sample. The mean of `|d_i|` is, of figures
+    that are 0 or 1, the share of flips.
 
     Args:
         of: a figure of each sample with one model.
         over: the same figure of the same samples with another.
     """
     found = [a - b for a, b in zip(of, over, strict=True)]
-    return fmean(found), stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+    error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+    return Paired(fmean(found), error, fmean(map(abs, found)))
 
 
 def compare(
@@ -55,11 +71,16 @@ def compare(
         for task, figures in of.items()
         if "acc_norm" in figures
     }
-    tasks = {task: Difference(*plain[task], *normed.get(task, (None, None))) for task in of}
-    return Comparison(tasks, Difference(*_mean([*plain.values()]), *_mean([*(plain | normed).values()])))
+    tasks = {task: _difference(plain[task], normed.get(task)) for task in of}
+    return Comparison(tasks, _difference(_mean([*plain.values()]), _mean([*(plain | normed).values()])))
 
 
-def _mean(parts: Sequence[tuple[float, float | None]]) -> tuple[float, float | None]:
-    known = [error for _, error in parts if error is not None]
+def _difference(plain: Paired, normed: Paired | None) -> Difference:
+    by_length = normed or (None, None, None)
+    return Difference(*plain[:2], *by_length[:2], plain.flips, by_length[2])
+
+
+def _mean(parts: Sequence[Paired]) -> Paired:
+    known = [part.stderr for part in parts if part.stderr is not None]
     error = math.hypot(*known) / len(parts) if len(known) == len(parts) else None
-    return fmean(value for value, _ in parts), error
+    return Paired(fmean(part.mean for part in parts), error, fmean(part.flips for part in parts))

@@ -213,6 +213,8 @@ def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Ta
             means = [entry["over_first"]["mean"] for entry in measured[1:]]
             cells = (_accuracy(mean[name], mean[f"{name}_stderr"], "+") for mean in means)
             table.add_row(f"mean {name}, over {escape(measured[0]['label'])}", "", *cells)
+            flips = (f"{mean[f'{name}_flips']:.2%}" for mean in means)
+            table.add_row(f"mean {name}, flips against {escape(measured[0]['label'])}", "", *flips)
     return table
 
 
