@@ -82,7 +82,8 @@ def main() -> None:
         means = {task: {key: fmean(values) for key, values in figures.items()} for task, figures in found.items()}
         row = {"settings": settings, "soft_accuracy": means, "questions": found}
         if rows:
-            row["over_first"] = compare(found, rows[0]["questions"]).mean._asdict()
+            over = compare(found, rows[0]["questions"]).mean._asdict()
+            row["over_first"] = {key: value for key, value in over.items() if "flips" not in key}  # nothing is 0 or 1
         rows.append(row)
         print({key: value for key, value in row.items() if key != "questions"}, flush=True)
         save(asked.json, {**about, "rows": rows})
