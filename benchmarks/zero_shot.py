@@ -37,7 +37,9 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--limit", type=int, default=1172, help="samples of each task")
     arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
     arguments.add_argument("--allocation", default=DEFAULTS.allocation)
-    arguments.add_argument("--seed", type=int, nargs="*", default=[0], help="of `best`, whose windows the model writes")
+    arguments.add_argument(
+        "--seed", type=int, nargs="*", default=[0], help="of what the model writes for `best` and `error`"
+    )
     return arguments.parse_args()
 
 
@@ -46,7 +48,7 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield {"solver": "dense", "sparsity": 0.0, "seed": 0}
     for sparsity in asked.sparsity:
         for solver in asked.solver:
-            for seed in asked.seed if solver == "best" else [0]:  # nothing else draws
+            for seed in asked.seed:
                 yield {"solver": solver, "sparsity": sparsity, "seed": seed}
 
 

@@ -60,14 +60,13 @@ def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float]
 def _best_over_paper(data: dict[str, Any]) -> str:
     """Return a table of the differences between the two sets of solvers on the same samples."""
     header, lines = _differences(data)
-    seeds = max(len(found) for found in _by_seed(data, "best").values())
     text = (
         "The differences, with their standard errors on the same samples, and flips: samples on which only one of a "
-        "model and\nthe dense one is right. An accuracy also counts what a damaged model gets right by chance"
+        "model and\nthe dense one is right. An accuracy also counts what a damaged model gets right by chance. Over "
+        "several seeds, their number\nin brackets, answers are means over as many draws of the windows that the model "
+        "writes:"
     )
-    if seeds > 1:
-        text += f". With {seeds} seeds, answers are\nmeans over as many draws of the windows that the model writes"
-    return f"{text}:\n\n" + table(header, lines + _flips(data))
+    return f"{text}\n\n" + table(header, lines + _flips(data))
 
 
 def _means_by_rule(data: dict[str, Any]) -> str:
@@ -90,15 +89,19 @@ def _differences(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and lines of what `best` has over `paper`: with the first seed, and where more were drawn, all."""
     best, paper = (_by_seed(data, solver) for solver in ("best", "paper"))
     sparsities = sorted(best)
-    lines = [[name, *(_difference(best[at][:1], paper[at], key) for at in sparsities)] for name, key in MEANS]
-    seeds = max(map(len, best.values()))
-    if seeds > 1:
-        cells = [(best[at] if len(best[at]) > 1 else None, paper[at]) for at in sparsities]
-        lines += [
-            [f"{name}, {seeds} seeds", *(_difference(ours, theirs, key) if ours else "" for ours, theirs in cells)]
-            for name, key in MEANS
-        ]
+    first = [_over(best[at][:1], paper[at][:1]) for at in sparsities]
+    lines = [[name, *(cells[key] for cells in first)] for name, key in MEANS]
+    if any(len(best[at]) > 1 for at in sparsities):
+        seeds = [_over(best[at], paper[at][:1]) if len(best[at]) > 1 else {} for at in sparsities]
+        lines += [[f"{name}, over seeds", *(cells.get(key, "") for cells in seeds)] for name, key in MEANS]
     return ["`best` over `paper`", *(f"{sparsity:.0%}" for sparsity in sparsities)], lines
+
+
+def _over(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the mean differences with their standard errors, each sample's figure being its mean over runs."""
+    mean = compare(_by_sample(ours), _by_sample(theirs)).mean._asdict()
+    runs = f" ({len(ours)})" if len(ours) > 1 else ""
+    return {key: f"{mean[key]:+.1%} ± {mean[f'{key}_stderr']:.1%}{runs}" for _, key in MEANS}
 
 
 def _flips(data: dict[str, Any]) -> list[list[str]]:
@@ -110,12 +113,6 @@ def _flips(data: dict[str, Any]) -> list[list[str]]:
         shares = [compare(_by_sample(found[at][:1]), dense).mean.acc_norm_flips for at in sorted(found)]
         lines.append([f"flips, `{solver}`", *(f"{share:.1%}" for share in shares)])
     return lines
-
-
-def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], key: str) -> str:
-    """Return the mean difference in a figure, each sample's being its mean over runs, with its standard error."""
-    mean = compare(_by_sample(ours), _by_sample(theirs)).mean
-    return f"{getattr(mean, key):+.1%} ± {getattr(mean, f'{key}_stderr'):.1%}"
 
 
 def _by_seed(data: dict[str, Any], solver: str) -> dict[float, list[dict[str, Any]]]:
