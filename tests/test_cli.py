@@ -232,7 +232,10 @@ def test_eval_compares_models_and_marks_the_best(
     assert first is None
     assert second == {"tasks": {"types": over.tasks["types"]._asdict()}, "mean": over.mean._asdict()}
     shown = modegpt("eval", *models, "--tasks", task_file).stdout
-    assert f"{over.mean.acc:+.2%} ± {over.mean.acc_stderr:.2%}" in shown
+    lines = {line.split("│")[1].strip(): line for line in shown.splitlines() if "│" in line}
+    assert f"{over.mean.acc:+.2%} ± {over.mean.acc_stderr:.2%}" in lines["acc, change"]
+    assert f"{over.mean.acc_flips:.2%}" in lines["acc, flips"]
+    assert "" not in lines, "a label was wrapped at 80 columns"
     rows = [line for line in modegpt("eval", *models, *data).stdout.splitlines() if "perplexity" in line]
     for index, line in enumerate(rows):
         values = [f"{entry['results'][index]['perplexity']:.4f}" for entry in found["models"]]

@@ -191,7 +191,9 @@ def _accuracy(value: float | None, error: float | None, sign: str = "") -> str:
 
 def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Table:
     """Return one table of all models, a column each, with the best value of a row marked."""
-    table = Table("", *(escape(entry["label"]) for entry in measured), caption="* best of the row")
+    first = escape(measured[0]["label"])
+    caption = "* best of the row" + (f"; change and flips are against {first}" if measured[0]["tasks"] else "")
+    table = Table("", *(escape(entry["label"]) for entry in measured), caption=caption)
     table.add_row("parameters", *(f"{entry['parameters']:,}" for entry in measured))
     sources = [row["data"] for row in measured[0]["results"]]
     for index, label in enumerate(_labels(sources)):
@@ -212,9 +214,8 @@ def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Ta
         if any(row[name] is not None for row in measured[0]["tasks"]):
             means = [entry["over_first"]["mean"] for entry in measured[1:]]
             cells = (_accuracy(mean[name], mean[f"{name}_stderr"], "+") for mean in means)
-            table.add_row(f"mean {name}, over {escape(measured[0]['label'])}", "", *cells)
-            flips = (f"{mean[f'{name}_flips']:.2%}" for mean in means)
-            table.add_row(f"mean {name}, flips against {escape(measured[0]['label'])}", "", *flips)
+            table.add_row(f"{name}, change", "", *cells)
+            table.add_row(f"{name}, flips", "", *(f"{mean[f'{name}_flips']:.2%}" for mean in means))
     return table
 
 
