@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from .allocation import Allocation, LayerSizes, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
@@ -22,7 +23,7 @@ from .errors import NumericalError
 from .fisher import FisherProbe
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
-from .own_text import Writer, beginning
+from .own_text import Writer, beginning, rows_at_once
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
@@ -170,9 +171,11 @@ class Run:
 
     def _written(self, count: int, seq_len: int, seed: int) -> Tensor:
         """Return windows that the dense model writes."""
-        source, tell = self.source, functools.partial(self._tell, "coverage")
-        writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
-        return writer.windows(count, seq_len, beginning(self.text.windows), source.config.vocab_size, seed)
+        source, tell, start = self.source, functools.partial(self._tell, "coverage"), beginning(self.text.windows)
+        held = rows_at_once(source.dims, source.blocks.model.dtype.itemsize, self.device)
+        rows = min(held, self._batch_size(1 if start is None else 2))  # a group is one batch
+        writer = Writer(source.blocks, source.dims.n_layers, self._continued, self.team, self.device, rows, tell)
+        return writer.windows(count, seq_len, start, source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
@@ -276,6 +279,10 @@ class Run:
             limit = self.config.max_host_memory
             hidden = HiddenStates(None if limit is None else limit // streams)
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
+
+    def _continued(self, tokens: Tensor, cache: Cache) -> Calibration:
+        with self.watch.stage("embed"):
+            return self.source.blocks.embed(tokens, len(tokens), HiddenStates(), cache)
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""
