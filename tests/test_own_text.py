@@ -109,8 +109,8 @@ def test_groups_decide_nothing_and_each_token_is_run_once(monkeypatch: pytest.Mo
     assert seen == [(2, 1, 2, length) for length in range(LENGTH - 1)] * 2
     total = 2 * (LENGTH - 1) * dims.n_layers
     assert told == [("coverage", done, total) for done in range(total + 1)]
-    assert rows_at_once(dims, 4, CPU) == 2
-    assert rows_at_once(dims, 4 * two, CPU) == 1
+    assert rows_at_once(dims, LENGTH, 4, CPU) == 2
+    assert rows_at_once(dims, LENGTH, 4 * two, CPU) == 1
 
 
 def test_sampling_gives_each_token_its_probability():

@@ -23,6 +23,8 @@ from .surgery import compress_block, needed_moments
 HELD_TOKENS = 1024
 """Tokens of text, and of what the model writes, on which damage is measured; at most a quarter of the text's windows.
 The trials carry them through the model, `3L²/2` blocks in all."""
+HELD_LENGTH = 4
+"""Tokens of a continuation of the held text that the model writes: text that is far from any that solvers see."""
 EVERY = 3
 """Of the held tokens, every third is compared: a row of the vocabulary's size for each trial. Its period is prime to
 that of the written continuations, so that all their tokens get their turn."""

@@ -53,12 +53,13 @@ class Writer:
         self._team, self._device, self._rows, self._done = team, device, rows, done
         self._n_run = self._n_to_run = 0
 
-    def windows(self, count: int, seq_len: int, start: int | None, vocab_size: int, seed: int) -> Tensor:
+    def windows(self, count: int, seq_len: int, length: int, start: int | None, vocab_size: int, seed: int) -> Tensor:
         """Return `(count, seq_len)` token ids: continuations one after another, whatever the number of processes.
 
         Args:
             count: of windows.
             seq_len: tokens of each.
+            length: tokens of a continuation, the random one included.
             start: the token with which every window and every continuation begins, or None.
             vocab_size: the first token of a continuation is drawn from all of it, alike.
             seed: of the draws; the global random state is neither read nor changed.
@@ -67,24 +68,24 @@ class Writer:
             NumericalError: the model's logits are NaN or infinite.
         """
         own = seq_len - (start is not None)
-        rows = max(self._team.size, -(-count * own // LENGTH))
+        rows = max(self._team.size, -(-count * own // length))
         generator = torch.Generator().manual_seed(seed)
-        uniforms = torch.rand(rows, LENGTH, generator=generator, dtype=torch.float64)
+        uniforms = torch.rand(rows, length, generator=generator, dtype=torch.float64)
         groups = self._team.share(uniforms).split(self._rows)
-        self._n_run, self._n_to_run = 0, len(groups) * (LENGTH - 1) * self._n_layers
+        self._n_run, self._n_to_run = 0, len(groups) * (length - 1) * self._n_layers
         self._done(0, self._n_to_run)
-        text = torch.zeros(rows, LENGTH, dtype=torch.long, device=self._device)
+        text = torch.zeros(rows, length, dtype=torch.long, device=self._device)
         written = torch.cat([self._write(group, start, vocab_size) for group in groups])
         text[self._team.rank :: self._team.size] = written.to(text.device)
         text = self._team.sum_(text).cpu().flatten()[: count * own].view(count, own)
         return text if start is None else torch.cat((text.new_full((count, 1), start), text), dim=1)
 
     def _write(self, uniforms: Tensor, start: int | None, vocab_size: int) -> Tensor:
-        """Return the `(rows, LENGTH)` tokens of a group, for which uniform numbers of this shape stand."""
+        """Return the tokens of a group, for which uniform numbers stand, `(rows, length)` both."""
         cache = DynamicCache(config=self._blocks.model.config)
         tokens = (uniforms[:, :1] * vocab_size).long()
         new = tokens if start is None else torch.cat((torch.full_like(tokens, start), tokens), dim=1)
-        for step in range(1, LENGTH):
+        for step in range(1, uniforms.shape[1]):
             hidden, drawn, row = self._run(new, cache), [], 0
             for logits in self._blocks.logits(rows for states in hidden for rows in states[:, -1].split(ROWS)):
                 drawn.append(sample(logits, uniforms[row : row + len(logits), step]))
@@ -105,16 +106,17 @@ class Writer:
         return calibration.hidden
 
 
-def rows_at_once(dims: Dimensions, itemsize: int, device: torch.device) -> int:
+def rows_at_once(dims: Dimensions, length: int, itemsize: int, device: torch.device) -> int:
     """Return how many continuations' keys and values `CACHE_BYTES` holds, at least one.
 
     Args:
         dims: of the model.
+        length: tokens of a continuation.
         itemsize: bytes of a number that the model computes with.
         device: where blocks run.
     """
     token = 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * itemsize
-    return max(1, CACHE_BYTES[device.type] // (token * (LENGTH + 1)))
+    return max(1, CACHE_BYTES[device.type] // (token * (length + 1)))
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:

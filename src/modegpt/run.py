@@ -17,13 +17,13 @@ from .allocation import Allocation, LayerSizes, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import MODULES, CompressionConfig
-from .damage import hold_out, measure_damages
+from .damage import HELD_LENGTH, hold_out, measure_damages
 from .distributed import Team
 from .errors import NumericalError
 from .fisher import FisherProbe
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
-from .own_text import Writer, beginning, rows_at_once
+from .own_text import LENGTH, Writer, beginning, rows_at_once
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
@@ -150,7 +150,8 @@ class Run:
         coverage = self.coverage()
         seen, held = hold_out(self.text.windows, self.team.size)
         with self.watch.stage("scores"):
-            held = torch.cat((held, self._written(len(held), held.shape[1], self.config.seed + 1)))
+            written = self._written(len(held), held.shape[1], HELD_LENGTH, self.config.seed + 1)
+            held = torch.cat((held, written))
         if coverage is not None:
             seen = torch.cat((seen, coverage))
         n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
@@ -166,16 +167,16 @@ class Run:
         if share and (share, seed) not in self.made:
             count = max(1, round(share * len(windows)))
             with self.watch.stage("coverage"):
-                self.made[share, seed] = self._written(count, windows.shape[1], seed)
+                self.made[share, seed] = self._written(count, windows.shape[1], LENGTH, seed)
         return self.made.get((share, seed))
 
-    def _written(self, count: int, seq_len: int, seed: int) -> Tensor:
+    def _written(self, count: int, seq_len: int, length: int, seed: int) -> Tensor:
         """Return windows that the dense model writes."""
         source, tell, start = self.source, functools.partial(self._tell, "coverage"), beginning(self.text.windows)
-        held = rows_at_once(source.dims, source.blocks.model.dtype.itemsize, self.device)
-        rows = min(held, self._batch_size(1 if start is None else 2))  # a group is one batch
+        cached = rows_at_once(source.dims, length, source.blocks.model.dtype.itemsize, self.device)
+        rows = min(cached, self._batch_size(1 if start is None else 2))  # a group is one batch
         writer = Writer(source.blocks, source.dims.n_layers, self._continued, self.team, self.device, rows, tell)
-        return writer.windows(count, seq_len, start, source.config.vocab_size, seed)
+        return writer.windows(count, seq_len, length, start, source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
