@@ -16,7 +16,7 @@ from modegpt import CompressionConfig
 from modegpt.allocation import LayerSizes, _kept_by_half, _modules_alone, allocate
 from modegpt.compress import prepare
 from modegpt.config import MODULES
-from modegpt.damage import hold_out
+from modegpt.damage import HELD_LENGTH, SEEN_COST, hold_out, work
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import fill_exponential
 from modegpt.ranks import open_slots, trial_rank
@@ -126,7 +126,7 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
     run = prepare(dense, windows, CompressionConfig(sparsity=0.3, allocation="error", **settings), None, None)
     scores = run.scores()
     seen, held = hold_out(windows, 1)
-    held = torch.cat((held, run._written(3, 16, seed=1)))
+    held = torch.cat((held, run._written(3, 16, HELD_LENGTH, seed=1)))
     full = {"mlp": 48, "qk": 8, "vo": 8}
 
     def log_probabilities(model):
@@ -144,6 +144,24 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
         # 1e-6 of it where it is 0.001 and more.
         assert scores[layer, MODULES.index(module)].item() == pytest.approx(expected, rel=1e-3, abs=1e-6)
         assert expected > 1e-3
+
+
+def test_progress_counts_the_trials_that_a_block_carries():
+    # Two trials begin at each of three blocks. Held tokens pass each block, and seen ones cost SEEN_COST times as much.
+    own = 1 + 4 * SEEN_COST
+    assert work([2, 2, 2], ratio=4, head=0.5) == [own + 2, own + 4, own + 6, round(0.5 * 7)]
+    told: list[tuple[str, int, int]] = []
+    dense = LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=64)
+    )
+    windows = torch.randint(64, (12, 16), generator=torch.Generator().manual_seed(1))
+    settings = CompressionConfig(sparsity=0.3, allocation="error", solver="paper", modules=("mlp", "vo"))
+    prepare(dense, windows, settings, None, lambda *call: told.append(call)).scores()
+    done = [count for stage, count, _total in told if stage == "scores"]
+    # 9 windows are seen; 3 are held, and 3 more that the model writes.
+    steps = work([2, 2, 2], 9 / 6, 64 * 32 / (3 * sum(p.numel() for p in dense.model.layers[0].parameters())))
+    assert done == [0, *itertools.accumulate(steps[:3]), sum(steps)]
+    assert {total for stage, _count, total in told if stage == "scores"} == {sum(steps)}
 
 
 def test_a_quarter_of_the_windows_at_most_is_held_out():

@@ -88,6 +88,7 @@ def test_hidden_states_spill_to_disk_and_come_back_bit_for_bit(dtype, tmp_path: 
     for batch in batches:
         hidden.append(batch)
     assert hidden.spilled == 3
+    assert hidden.n_tokens == 5 * 2 * 3
     assert all(torch.equal(left, right) for left, right in zip(hidden, batches, strict=True))
     for index, batch in enumerate(batches):
         hidden[index] = 2 * batch

@@ -6,7 +6,8 @@ is compared with what they make of the dense block, on text that the solver has 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,16 @@ from .config import MODULES, CompressionConfig
 from .distributed import Team
 from .moments import BlockMoments, record_moments
 from .own_text import ROWS
-from .preparation import Source, layer_sizes
-from .ranks import trial_rank
+from .preparation import Source
+from .ranks import LayerSizes, trial_rank
 from .surgery import compress_block, needed_moments
 
 HELD_TOKENS = 1024
 """Tokens of text, and of what the model writes, on which damage is measured; at most a quarter of the text's windows.
 The trials carry them through the model, `3L²/2` blocks in all."""
+SEEN_COST = 2
+"""What a token on which moments are taken costs, solvers included, in passes of a held token: 2.2 of SmolLM2-135M. Only
+the progress bar reads it."""
 HELD_LENGTH = 4
 """Tokens of a continuation of the held text that the model writes: text that is far from any that solvers see."""
 EVERY = 3
@@ -50,14 +54,22 @@ def hold_out(windows: Tensor, n_processes: int) -> tuple[Tensor, Tensor]:
     return windows[seen] if int(seen.sum()) >= n_processes else windows, windows[held, :HELD_TOKENS]
 
 
+def trial_ranks(size: LayerSizes, config: CompressionConfig) -> dict[str, int]:
+    """Return the trial rank of each module of a block that is to be compressed and that a trial makes smaller."""
+    asked = [module for module in MODULES if module in config.modules and module in size.full]
+    ranks = {module: trial_rank(size.full[module], size.step[module]) for module in asked if module not in size.whole}
+    return {module: rank for module, rank in ranks.items() if rank < size.full[module]}
+
+
 def measure_damages(
     source: Source,
+    sizes: Sequence[LayerSizes],
     config: CompressionConfig,
     team: Team,
     device: torch.device,
     seen: Calibration,
     held: Calibration,
-    done: Callable[[int], None],
+    done: Callable[[int, int], None],
 ) -> Tensor:
     """Return, for every layer and module, `D = E_t KL(p_t ‖ p̂_t)` in nats of the next-token distribution.
 
@@ -68,12 +80,13 @@ def measure_damages(
 
     Args:
         source: the model.
+        sizes: of its layers.
         config: the solvers and their settings.
         team: the processes of the run.
         device: where blocks run.
         seen: this process's share of what moments are taken on; advanced to behind the last block.
         held: all of what damage is measured on, the same on every process; likewise.
-        done: called with the number of blocks that have been run.
+        done: called with the steps done and those to do, as `work` counts them.
 
     Returns:
         `(n_layers, 3)` float64, in the order of `MODULES`; 0 where a module stays whole.
@@ -83,56 +96,71 @@ def measure_damages(
     """
     damages = torch.zeros(source.dims.n_layers, len(MODULES), dtype=torch.float64)
     trials: dict[tuple[int, int], Calibration] = {}
+    own = [_own_trials(index, size, config, team) for index, size in enumerate(sizes)]
+    head = source.config.vocab_size * source.dims.d_model / (EVERY * sizes[-1].total)
+    steps = work([len(trials) for trials in own], seen.hidden.n_tokens / held.hidden.n_tokens, head)
+    n_done, n_steps = 0, sum(steps)
+    done(0, n_steps)
     for index in range(source.dims.n_layers):
         block = source.blocks.peek(index, device)
         for trial in trials.values():
             advance(block, index, trial, device)
-        for column, narrow in _narrow_blocks(block, index, source, config, team, device, seen):
+        ranks = trial_ranks(sizes[index], config)
+        for column, narrow in _narrow_blocks(block, index, source, ranks, own[index], config, team, device, seen):
             trials[index, column] = held.copy()
             advance(narrow, index, trials[index, column], device)
             del narrow
         advance(block, index, held, device)
         del block
-        done(index + 1)
+        n_done += steps[index]
+        done(n_done, n_steps)
     for place, divergence in _divergences(source, held, trials):
         damages[place] = divergence
+    done(n_steps, n_steps)
     return team.sum_(damages.to(device)).cpu()
+
+
+def work(trials: Sequence[int], ratio: float, head: float) -> list[int]:
+    """Return the steps of every block and, last, of the head: later blocks carry more trials, and take longer.
+
+    Args:
+        trials: how many begin at each block.
+        ratio: tokens on which moments are taken, of each on which damage is measured.
+        head: what the head costs for a trial, in steps. A step is a pass of the held tokens through a block.
+    """
+    own = round(SEEN_COST * ratio) + 1
+    return [own + carried for carried in itertools.accumulate(trials)] + [round(head * (1 + sum(trials)))]
+
+
+def _own_trials(index: int, size: LayerSizes, config: CompressionConfig, team: Team) -> list[str]:
+    """Return the modules of a block whose trials this process carries: every `team.size`-th of all."""
+    places = {module: index * len(MODULES) + MODULES.index(module) for module in trial_ranks(size, config)}
+    return [module for module, place in places.items() if place % team.size == team.rank]
 
 
 def _narrow_blocks(
     block: nn.Module,
     index: int,
     source: Source,
+    ranks: dict[str, int],
+    own: Sequence[str],
     config: CompressionConfig,
     team: Team,
     device: torch.device,
     seen: Calibration,
 ) -> Iterator[tuple[int, nn.Module]]:
-    """Take a block's moments, and yield copies with one module compressed, each with its place in `MODULES`.
-
-    Of those, a process is given every `team.size`-th.
-    """
+    """Take a block's moments, and yield copies with one of the `own` modules compressed, and its place in `MODULES`."""
     architecture, dims = source.architecture, source.dims
-    sizes = layer_sizes(block, architecture, dims)
-    ranks = {module: trial_rank(sizes.full[module], sizes.step[module]) for module in MODULES if module in sizes.full}
-    modules = [
-        module
-        for module, rank in ranks.items()
-        if module in config.modules and module not in sizes.whole and rank < sizes.full[module]
-    ]
-    moments = BlockMoments.zeros(dims, needed_moments(modules, block, architecture, dims, config), device)
+    moments = BlockMoments.zeros(dims, needed_moments([*ranks], block, architecture, dims, config), device)
     with record_moments(block, architecture, dims, moments, seen.weights):
         advance(block, index, seen, device)
     team.sum_moments(moments)
     moments.check_finite(index)
-    for module in modules:
-        column = MODULES.index(module)
-        if (index * len(MODULES) + column) % team.size != team.rank:
-            continue
+    for module in own:
         narrow = copy.deepcopy(block)
         chosen = {**dims.full_ranks, module: ranks[module]}
         compress_block(narrow, architecture, dims, moments, chosen, config, source.config, index)
-        yield column, narrow
+        yield MODULES.index(module), narrow
         del narrow
 
 

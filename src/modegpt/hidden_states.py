@@ -35,6 +35,12 @@ class HiddenStates:
         return copied
 
     @property
+    def n_tokens(self) -> int:
+        """Tokens of all batches; nothing is read for it."""
+        shapes = (item.shape if isinstance(item, Tensor) else item[2] for item in self._items)
+        return sum(batch * tokens for batch, tokens, _width in shapes)
+
+    @property
     def spilled(self) -> int:
         """How many batches are on disk."""
         return sum(not isinstance(item, Tensor) for item in self._items)

@@ -36,8 +36,8 @@ OFFSET_PERIOD = 4096
 """Tokens after which the count of `Calibration.offsets` begins anew, whatever the size of a batch."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it: first
-with 0, as the stage begins."""
+"""Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it (scores of
+the rule `error`: as `damage.work` counts them): first with 0, as the stage begins."""
 
 
 @dataclass
@@ -157,9 +157,10 @@ class Run:
         n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
         calibration, trial = self._weighted(seen, n_streams), self._embed(held, n_streams)
         tell = functools.partial(self._tell, "scores")
-        tell(0)
         with self.watch.stage("scores"):
-            return measure_damages(self.source, self.config, self.team, self.device, calibration, trial, tell)
+            return measure_damages(
+                self.source, self.sizes, self.config, self.team, self.device, calibration, trial, tell
+            )
 
     def coverage(self) -> Tensor | None:
         """Return windows to calibrate on beside the text, which the model writes; None where none are asked for."""
