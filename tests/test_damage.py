@@ -16,7 +16,7 @@ from modegpt import CompressionConfig
 from modegpt.allocation import LayerSizes, _kept_by_half, _modules_alone, allocate
 from modegpt.compress import prepare
 from modegpt.config import MODULES
-from modegpt.damage import HELD_LENGTH, SEEN_COST, hold_out, work
+from modegpt.damage import SEEN_COST, hold_out, work
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import fill_exponential
 from modegpt.ranks import open_slots, trial_rank
@@ -126,7 +126,7 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
     run = prepare(dense, windows, CompressionConfig(sparsity=0.3, allocation="error", **settings), None, None)
     scores = run.scores()
     seen, held = hold_out(windows, 1)
-    held = torch.cat((held, run._written(3, 16, HELD_LENGTH, seed=1)))
+    held = torch.cat((held, run._written(3, 16, seed=1)))
     full = {"mlp": 48, "qk": 8, "vo": 8}
 
     def log_probabilities(model):

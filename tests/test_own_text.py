@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from conformance.families import FAMILIES, Family
 from modegpt import CompressionConfig, NumericalError
 from modegpt.blocks import Calibration
 from modegpt.compress import compress_to_folder, prepare
 from modegpt.hidden_states import HiddenStates
-from modegpt.own_text import CACHE_BYTES, LENGTH, beginning, rows_at_once, sample
+from modegpt.own_text import LENGTH, beginning, sample
 from modegpt.run import Run
 
 CPU = torch.device("cpu")
@@ -88,29 +87,17 @@ def test_batches_decide_nothing():
     assert torch.equal(written(dense, coverage=1.0, batch_size=3), written(dense, coverage=1.0))
 
 
-def test_groups_decide_nothing_and_each_token_is_run_once(monkeypatch: pytest.MonkeyPatch):
-    dense = FAMILIES[0].dense()
-    together, run, seen = written(dense, coverage=1.0), run_of(dense, coverage=1.0), []
-    embed = run.source.blocks.embed
+def test_a_batch_of_short_rows_holds_as_many_tokens_as_one_of_windows(monkeypatch: pytest.MonkeyPatch):
+    run = run_of(FAMILIES[0].dense(), coverage=1.0, batch_size=2)
+    embed, seen = run.source.blocks.embed, []
 
-    def spy(windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
-        assert cache is not None
-        seen.append((*windows.shape, batch_size, cache.get_seq_length()))
-        return embed(windows, batch_size, hidden, cache)
+    def spy(windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
+        seen.append((windows.shape[1], batch_size))
+        return embed(windows, batch_size, hidden)
 
     monkeypatch.setattr(run.source.blocks, "embed", spy)
-    dims = run.source.dims
-    two = 2 * 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * 4 * (LENGTH + 1)  # keys and values of two
-    monkeypatch.setitem(CACHE_BYTES, "cpu", two + 1)
-    told: list[tuple[str, int, int]] = []
-    run.progress = lambda *call: told.append(call)
-    assert torch.equal(run.coverage(), together)
-    # 60 tokens are four continuations of 16, two groups of two.
-    assert seen == [(2, 1, 2, length) for length in range(LENGTH - 1)] * 2
-    total = 2 * (LENGTH - 1) * dims.n_layers
-    assert told == [("coverage", done, total) for done in range(total + 1)]
-    assert rows_at_once(dims, LENGTH, 4, CPU) == 2
-    assert rows_at_once(dims, LENGTH, 4 * two, CPU) == 1
+    run.coverage()
+    assert seen == [(1, 20), (2, 10), (3, 6)]  # two windows of ten tokens
 
 
 def test_sampling_gives_each_token_its_probability():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .architectures import architecture_of
 from .hidden_states import HiddenStates
@@ -54,12 +54,7 @@ def _stand_ins(model: PreTrainedModel, layers: nn.ModuleList) -> Iterator[list[_
 
 @torch.no_grad()
 def run_identity_blocks(
-    model: PreTrainedModel,
-    layers: nn.ModuleList,
-    windows: Tensor,
-    batch_size: int,
-    hidden: HiddenStates,
-    cache: Cache | None = None,
+    model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor, batch_size: int, hidden: HiddenStates
 ) -> dict[int, list[dict[str, Any]]]:
     """Run the model with identity blocks, and return by batch size the arguments of every block.
 
@@ -69,12 +64,11 @@ def run_identity_blocks(
         windows: `(samples, seq_len)` token ids.
         batch_size: sequences a batch.
         hidden: where the hidden states before block 0 go.
-        cache: keys and values of the tokens before, which the blocks will read and add to; of a single batch.
     """
     arguments: dict[int, list[dict[str, Any]]] = {}
     with _stand_ins(model, layers) as stand_ins:
         for batch in windows.split(batch_size):
-            model.base_model(input_ids=batch.to(model.device), past_key_values=cache, use_cache=cache is not None)
+            model.base_model(input_ids=batch.to(model.device), use_cache=False)
             states = stand_ins[0].states
             assert states is not None
             hidden.append(states)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .architectures import Architecture
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
@@ -65,11 +65,8 @@ class BlockSource(Protocol):
         """Return every parameter and persistent buffer outside the blocks, by its name in the model."""
         ...
 
-    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
-        """Return the hidden states before block 0 and the arguments of every block.
-
-        With a cache, of a single batch, the windows go on where the tokens in it end, and blocks add to it.
-        """
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
+        """Return the hidden states before block 0 and the arguments of every block."""
         ...
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -121,9 +118,9 @@ class ModelBlocks:
         state = self.model.state_dict()
         return {name: state[name] for name in required_tensors(self.model) if not name.startswith(self.prefix + ".")}
 
-    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`."""
-        return Calibration(hidden, run_identity_blocks(self.model, self.layers, windows, batch_size, hidden, cache))
+        return Calibration(hidden, run_identity_blocks(self.model, self.layers, windows, batch_size, hidden))
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.logits`."""

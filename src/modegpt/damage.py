@@ -27,8 +27,6 @@ The trials carry them through the model, `3L²/2` blocks in all."""
 SEEN_COST = 2
 """What a token on which moments are taken costs, solvers included, in passes of a held token: 2.2 of SmolLM2-135M. Only
 the progress bar reads it."""
-HELD_LENGTH = 4
-"""Tokens of a continuation of the held text that the model writes: text that is far from any that solvers see."""
 EVERY = 3
 """Of the held tokens, every third is compared: a row of the vocabulary's size for each trial. Its period is prime to
 that of the written continuations, so that all their tokens get their turn."""

@@ -11,6 +11,7 @@ from .allocation import Allocation, score_parts
 from .compress import prepare
 from .config import CompressionConfig
 from .errors import MissingExtraError
+from .own_text import LENGTH
 from .preparation import Source, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
@@ -77,7 +78,8 @@ def estimate(
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
-    n_written = n_tokens - config.samples * config.seq_len
+    # The model writes the rest, and runs each token once for each that follows it in its continuation.
+    n_written = (n_tokens - config.samples * config.seq_len) * (LENGTH - 1) / 2
     plain = source.architecture.plain_mlp
     streams = 2 if config.feeds_back and plain else 1
     n_passes = 2 + (solver_of("mlp", config).late and not plain)

@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from .allocation import Allocation, LayerSizes, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import MODULES, CompressionConfig
-from .damage import HELD_LENGTH, hold_out, measure_damages
+from .damage import hold_out, measure_damages
 from .distributed import Team
 from .errors import NumericalError
 from .fisher import FisherProbe
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
-from .own_text import LENGTH, Writer, beginning, rows_at_once
+from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
@@ -150,8 +149,7 @@ class Run:
         coverage = self.coverage()
         seen, held = hold_out(self.text.windows, self.team.size)
         with self.watch.stage("scores"):
-            written = self._written(len(held), held.shape[1], HELD_LENGTH, self.config.seed + 1)
-            held = torch.cat((held, written))
+            held = torch.cat((held, self._written(len(held), held.shape[1], self.config.seed + 1)))
         if coverage is not None:
             seen = torch.cat((seen, coverage))
         n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
@@ -168,16 +166,14 @@ class Run:
         if share and (share, seed) not in self.made:
             count = max(1, round(share * len(windows)))
             with self.watch.stage("coverage"):
-                self.made[share, seed] = self._written(count, windows.shape[1], LENGTH, seed)
+                self.made[share, seed] = self._written(count, windows.shape[1], seed)
         return self.made.get((share, seed))
 
-    def _written(self, count: int, seq_len: int, length: int, seed: int) -> Tensor:
+    def _written(self, count: int, seq_len: int, seed: int) -> Tensor:
         """Return windows that the dense model writes."""
-        source, tell, start = self.source, functools.partial(self._tell, "coverage"), beginning(self.text.windows)
-        cached = rows_at_once(source.dims, length, source.blocks.model.dtype.itemsize, self.device)
-        rows = min(cached, self._batch_size(1 if start is None else 2))  # a group is one batch
-        writer = Writer(source.blocks, source.dims.n_layers, self._continued, self.team, self.device, rows, tell)
-        return writer.windows(count, seq_len, length, start, source.config.vocab_size, seed)
+        source, tell = self.source, functools.partial(self._tell, "coverage")
+        writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
+        return writer.windows(count, seq_len, beginning(self.text.windows), source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
@@ -281,10 +277,6 @@ class Run:
             limit = self.config.max_host_memory
             hidden = HiddenStates(None if limit is None else limit // streams)
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
-
-    def _continued(self, tokens: Tensor, cache: Cache) -> Calibration:
-        with self.watch.stage("embed"):
-            return self.source.blocks.embed(tokens, len(tokens), HiddenStates(), cache)
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""

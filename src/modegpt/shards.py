@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .architectures import architecture_of
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
@@ -102,12 +102,11 @@ class ShardBlocks:
         inside = self.prefix + "."
         return {name: self._read(name) for name in required_tensors(self.model) if not name.startswith(inside)}
 
-    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
         """See `BlockSource.embed`. Embeddings and norms are in memory during this call only."""
         model = copy.deepcopy(self.model)
         self._load_outside(model, model.base_model)
-        layers = self._layers_of(model)
-        return Calibration(hidden, run_identity_blocks(model, layers, windows, batch_size, hidden, cache))
+        return Calibration(hidden, run_identity_blocks(model, self._layers_of(model), windows, batch_size, hidden))
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.logits`. Embeddings, norms and the head are in memory during this call only."""
