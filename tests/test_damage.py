@@ -16,7 +16,7 @@ from modegpt import CompressionConfig
 from modegpt.allocation import LayerSizes, _kept_by_half, _modules_alone, allocate
 from modegpt.compress import prepare
 from modegpt.config import MODULES
-from modegpt.damage import SEEN_COST, hold_out, work
+from modegpt.damage import LOGIT_COST, SEEN_COST, hold_out, work
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import fill_exponential
 from modegpt.ranks import open_slots, trial_rank
@@ -159,9 +159,11 @@ def test_progress_counts_the_trials_that_a_block_carries():
     prepare(dense, windows, settings, None, lambda *call: told.append(call)).scores()
     done = [count for stage, count, _total in told if stage == "scores"]
     # 9 windows are seen; 3 are held, and 3 more that the model writes.
-    steps = work([2, 2, 2], 9 / 6, 64 * 32 / (3 * sum(p.numel() for p in dense.model.layers[0].parameters())))
-    assert done == [0, *itertools.accumulate(steps[:3]), sum(steps)]
-    assert {total for stage, _count, total in told if stage == "scores"} == {sum(steps)}
+    head = 64 * (32 + LOGIT_COST) / (3 * sum(p.numel() for p in dense.model.layers[0].parameters()))
+    *blocks, behind = work([2, 2, 2], 9 / 6, head)
+    assert done[:4] == [0, *itertools.accumulate(blocks)]
+    assert done[4:] == [sum(blocks) + behind * count // 6 for count in range(1, 7)]
+    assert {total for stage, _count, total in told if stage == "scores"} == {sum(blocks) + behind}
 
 
 def test_a_quarter_of_the_windows_at_most_is_held_out():

@@ -24,9 +24,9 @@ from .surgery import compress_block, needed_moments
 HELD_TOKENS = 1024
 """Tokens of text, and of what the model writes, on which damage is measured; at most a quarter of the text's windows.
 The trials carry them through the model, `3L²/2` blocks in all."""
-SEEN_COST = 2
-"""What a token on which moments are taken costs, solvers included, in passes of a held token: 2.2 of SmolLM2-135M. Only
-the progress bar reads it."""
+SEEN_COST, LOGIT_COST = 2, 1500
+"""What the progress bar reckons with, measured on SmolLM2-135M and a CPU: a token on which moments are taken costs 2.2
+passes of a held token, solvers included; the float64 divergence of a logit takes the time of 1500 multiplications."""
 EVERY = 3
 """Of the held tokens, every third is compared: a row of the vocabulary's size for each trial. Its period is prime to
 that of the written continuations, so that all their tokens get their turn."""
@@ -95,7 +95,7 @@ def measure_damages(
     damages = torch.zeros(source.dims.n_layers, len(MODULES), dtype=torch.float64)
     trials: dict[tuple[int, int], Calibration] = {}
     own = [_own_trials(index, size, config, team) for index, size in enumerate(sizes)]
-    head = source.config.vocab_size * source.dims.d_model / (EVERY * sizes[-1].total)
+    head = source.config.vocab_size * (source.dims.d_model + LOGIT_COST) / (EVERY * sizes[-1].total)
     steps = work([len(trials) for trials in own], seen.hidden.n_tokens / held.hidden.n_tokens, head)
     n_done, n_steps = 0, sum(steps)
     done(0, n_steps)
@@ -112,9 +112,9 @@ def measure_damages(
         del block
         n_done += steps[index]
         done(n_done, n_steps)
-    for place, divergence in _divergences(source, held, trials):
+    for count, (place, divergence) in enumerate(_divergences(source, held, trials), 1):
         damages[place] = divergence
-    done(n_steps, n_steps)
+        done(n_done + steps[-1] * count // len(trials), n_steps)
     return team.sum_(damages.to(device)).cpu()
 
 
