@@ -7,7 +7,7 @@ is compared with what they make of the dense block, on text that the solver has 
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,8 @@ def measure_damages(
     """
     damages = torch.zeros(source.dims.n_layers, len(MODULES), dtype=torch.float64)
     trials: dict[tuple[int, int], Calibration] = {}
-    own = [_own_trials(index, size, config, team) for index, size in enumerate(sizes)]
+    ranks = [trial_ranks(size, config) for size in sizes]
+    own = [_own_trials(index, ranks[index], team) for index in range(len(sizes))]
     head = source.config.vocab_size * (source.dims.d_model + LOGIT_COST) / (EVERY * sizes[-1].total)
     steps = work([len(trials) for trials in own], seen.hidden.n_tokens / held.hidden.n_tokens, head)
     n_done, n_steps = 0, sum(steps)
@@ -103,8 +104,8 @@ def measure_damages(
         block = source.blocks.peek(index, device)
         for trial in trials.values():
             advance(block, index, trial, device)
-        ranks = trial_ranks(sizes[index], config)
-        for column, narrow in _narrow_blocks(block, index, source, ranks, own[index], config, team, device, seen):
+        narrowed = _narrow_blocks(block, index, source, ranks[index], own[index], config, team, device, seen)
+        for column, narrow in narrowed:
             trials[index, column] = held.copy()
             advance(narrow, index, trials[index, column], device)
             del narrow
@@ -130,9 +131,9 @@ def work(trials: Sequence[int], ratio: float, head: float) -> list[int]:
     return [own + carried for carried in itertools.accumulate(trials)] + [round(head * (1 + sum(trials)))]
 
 
-def _own_trials(index: int, size: LayerSizes, config: CompressionConfig, team: Team) -> list[str]:
-    """Return the modules of a block whose trials this process carries: every `team.size`-th of all."""
-    places = {module: index * len(MODULES) + MODULES.index(module) for module in trial_ranks(size, config)}
+def _own_trials(index: int, modules: Iterable[str], team: Team) -> list[str]:
+    """Return those of a block's modules whose trials this process carries: every `team.size`-th of all blocks'."""
+    places = {module: index * len(MODULES) + MODULES.index(module) for module in modules}
     return [module for module, place in places.items() if place % team.size == team.rank]
 
 
