@@ -12,7 +12,7 @@ from modegpt import CompressionConfig, NumericalError
 from modegpt.blocks import Calibration
 from modegpt.compress import compress_to_folder, prepare
 from modegpt.hidden_states import HiddenStates
-from modegpt.own_text import LENGTH, beginning, cut, sample
+from modegpt.own_text import LENGTH, beginning, sample
 from modegpt.run import Run
 
 CPU = torch.device("cpu")
@@ -131,28 +131,3 @@ def test_a_resumed_run_takes_the_windows_that_were_written(tmp_path: Path, monke
     monkeypatch.setattr(Run, "coverage", lambda run: pytest.fail("the windows are there"))
     compress_to_folder(str(tmp_path / "dense"), calibration(), out, settings, resume=True)
     assert (out / "model.safetensors").is_file()
-
-
-def test_the_fewer_neurons_go_the_more_windows_are_cut_to_short_ones():
-    windows = torch.arange(6 * 70).view(6, 70)
-    pieces = windows[:, :64].reshape(12, 32)
-    for removed in (0.02, 0.1):
-        (short,) = cut(windows, removed, None)
-        assert torch.equal(short, pieces)
-    whole, short = cut(windows, 0.2, None)
-    assert torch.equal(whole, windows[:3])
-    assert torch.equal(short, pieces[6:])
-    for removed in (0.3, 0.5):
-        (whole,) = cut(windows, removed, None)
-        assert whole is windows
-    (whole,) = cut(windows[:, :31], 0.1, None)
-    assert torch.equal(whole, windows[:, :31])  # short already
-
-
-def test_a_short_window_begins_where_all_windows_begin():
-    windows = torch.arange(2 * 66).view(2, 66)
-    windows[:, 0] = 7
-    (short,) = cut(windows, 0.1, 7)
-    assert short.shape == (4, 32)
-    assert (short[:, 0] == 7).all()
-    assert torch.equal(short[:, 1:].reshape(2, 62), windows[:, 1:63])

@@ -49,7 +49,8 @@ def opened(family: Family):
     source = open_source(family.dense(), CPU)
     windows = tokens(rows=5, length=20)
     calibration = source.blocks.embed(windows, 3, HiddenStates())
-    (weights,) = token_weights([windows], 0.25) or []
+    weights = token_weights(windows, 0.25)
+    assert weights is not None
     calibration.weights = weights.split(3)
     return source, calibration
 
@@ -380,7 +381,6 @@ def test_logits_are_measured_with_the_models_own_attention(family: Family, imple
         return plain(query, key, attention, rotary_dim)
 
     monkeypatch.setattr(attention_logits, "gram", gram)
-    monkeypatch.setattr(attention_logits, "PER_QUERY", 1)
     dims = family.dims
     layout = Layout.dense(family.architecture, dims)
     for index, block in enumerate(decoder_layers(model, family.architecture.describe())):

@@ -18,7 +18,6 @@ from .ranks import (
     allowed_error,
     ceiling_rank,
     check_plan,
-    n_removed,
     open_slots,
     round_to_budget,
     trial_rank,
@@ -224,7 +223,7 @@ def _whole_ranks(
     ranks = [dict(size.full) for size in sizes]
     for slot, steps in zip(slots, round_to_budget(slots, wanted, urgency, allowed), strict=True):
         ranks[slot.layer][slot.module] = slot.top - steps * slot.grain
-    removed = n_removed(sizes, ranks)
+    removed = sum(size.removed(chosen) for size, chosen in zip(sizes, ranks, strict=True))
     if abs(removed - budget) > allowed:
         total = sum(size.total for size in sizes)
         warnings.append(

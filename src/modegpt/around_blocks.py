@@ -55,8 +55,8 @@ def _stand_ins(model: PreTrainedModel, layers: nn.ModuleList) -> Iterator[list[_
 @torch.no_grad()
 def run_identity_blocks(
     model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor, batch_size: int, hidden: HiddenStates
-) -> dict[tuple[int, ...], list[dict[str, Any]]]:
-    """Run the model with identity blocks, and return the arguments of every block by the `(batch, tokens)` of a batch.
+) -> dict[int, list[dict[str, Any]]]:
+    """Run the model with identity blocks, and return by batch size the arguments of every block.
 
     Args:
         model: everything outside its blocks must hold weights; the blocks themselves are not touched.
@@ -65,7 +65,7 @@ def run_identity_blocks(
         batch_size: sequences a batch.
         hidden: where the hidden states before block 0 go.
     """
-    arguments: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    arguments: dict[int, list[dict[str, Any]]] = {}
     with _stand_ins(model, layers) as stand_ins:
         for batch in windows.split(batch_size):
             model.base_model(input_ids=batch.to(model.device), use_cache=False)
@@ -73,7 +73,7 @@ def run_identity_blocks(
             assert states is not None
             hidden.append(states)
             # Without padding the arguments depend on the shape of a batch alone.
-            arguments.setdefault(tuple(batch.shape), [stand_in.arguments for stand_in in stand_ins])
+            arguments.setdefault(len(batch), [stand_in.arguments for stand_in in stand_ins])
     return arguments
 
 

@@ -14,9 +14,6 @@ QUERIES = 6
 """Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 38 sequences give 228
 queries for a head's few dozen unknowns. With 12 of them the measuring took 9 % of a run's time (docs/log.md)."""
 
-PER_QUERY = 32
-"""Tokens of a sequence for each of them, at least: short sequences have fewer, as there are more of these."""
-
 FIRST = 8
 """The first positions are left out: with so few keys their softmax says little."""
 
@@ -74,7 +71,7 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
     if dims.rotary_dim:
         cos, sin = (_table(table, layout) for table in arguments["position_embeddings"])
         query, key = _rotate(query, cos, sin, dims.rotary_dim), _rotate(key, cos, sin, dims.rotary_dim)
-    count = min(QUERIES, max(1, (n_tokens - FIRST) // PER_QUERY))
+    count = min(QUERIES, max(1, n_tokens - FIRST))
     first = min(FIRST, n_tokens - 1)
     places = first + ((torch.arange(count, device=device) + 0.5) * (n_tokens - first) / count).long()
     query = query[:, :, places] * getattr(attention, architecture.scaling, dims.d_head**-0.5)

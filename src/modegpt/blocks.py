@@ -27,8 +27,8 @@ class Calibration:
 
     hidden: HiddenStates
     """One `(batch, tokens, d_model)` tensor a batch, on the host or on disk."""
-    arguments: dict[tuple[int, ...], list[dict[str, Any]]]
-    """By the `(batch, tokens)` of a batch, the keyword arguments of each layer (masks, position embeddings)."""
+    arguments: dict[int, list[dict[str, Any]]]
+    """By batch size, the keyword arguments of each layer (masks, position embeddings)."""
     weights: Sequence[Tensor] | None = None
     """By batch, how much each token counts in the moments, `(batch, tokens)`; None where all count alike."""
     offsets: Sequence[Tensor] | None = None
@@ -38,19 +38,6 @@ class Calibration:
     def copy(self) -> "Calibration":
         """Return the same calibration with hidden states of its own."""
         return Calibration(self.hidden.copy(), self.arguments, self.weights, self.offsets)
-
-
-def beginnings(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return where each window begins in a text of all parts, `(samples,)` of each part, in tokens.
-
-    Args:
-        parts: `(samples, tokens)` token ids each.
-    """
-    starts, total = [], 0
-    for part in parts:
-        starts.append(total + torch.arange(len(part)) * part.shape[1])
-        total += part.numel()
-    return starts
 
 
 class BlockSource(Protocol):
@@ -223,7 +210,7 @@ def run_block(
     """
     for hidden in calibration.hidden:
         hidden = hidden.to(device)
-        output = block(hidden, **_to(calibration.arguments[tuple(hidden.shape[:2])][index], device))
+        output = block(hidden, **_to(calibration.arguments[len(hidden)][index], device))
         output = output[0] if isinstance(output, tuple) else output
         if on_batch is not None:
             on_batch(hidden, output)

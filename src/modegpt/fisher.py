@@ -6,7 +6,7 @@ are, so a neuron that goes costs `½ Σ_t z_ti² w_iᵀF_t w_i` there. Which tok
 (docs/log.md).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -24,8 +24,6 @@ EVERY = 7
 Every thirteenth does nearly as well; a quarter of the windows does not (docs/log.md)."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once."""
-TOGETHER = 64
-"""Probed tokens of short windows that go through the head together: it reads all its weights for each product."""
 
 
 class FisherProbe:
@@ -52,7 +50,7 @@ class FisherProbe:
         """Take nothing yet."""
         self._blocks, self._peek, self._n_layers, self._device = blocks, peek, n_layers, device
         self._numbers, self._seed = numbers.tolist(), seed
-        self._roots: list[Tensor] | None = None
+        self._roots: Tensor | None = None
 
     def reaches(self, index: int) -> bool:
         """Tell whether the neurons of block `index` are chosen by this, too."""
@@ -71,31 +69,21 @@ class FisherProbe:
         """
         if self._roots is not None:
             return
-        probe = dense.copy()
+        probe, seed = dense.copy(), 0
         for layer in range(index, self._n_layers):
             advance(block if layer == index else self._peek(layer), layer, probe, self._device)
-        together: list[tuple[int, Tensor]] = []
 
         def rows() -> Iterator[Tensor]:
-            nonlocal together
-            for together in gathered(self._seeded(probe.hidden)):
-                yield torch.cat([states for _seed, states in together])
+            nonlocal seed
+            windows = (window for states in probe.hidden for window in states)
+            for number, window in zip(self._numbers, windows, strict=True):
+                for part, probed in enumerate(window[::EVERY].split(ROWS)):
+                    seed = ((self._seed << 40) + (number << 12) + part) % 2**63
+                    yield probed
 
-        def draw(logits: Tensor) -> Tensor:
-            parts = logits.split([len(states) for _seed, states in together])
-            return torch.cat([fisher_noise(part, seed) for part, (seed, _) in zip(parts, together, strict=True)])
-
-        roots = torch.cat([root.cpu() for root in self._blocks.pull_back(rows(), draw)])
-        shapes = [(len(states), len(range(0, states.shape[1], EVERY))) for states in probe.hidden]
-        by_batch = roots.split([windows * probed for windows, probed in shapes])
-        self._roots = [each.view(*shape, -1) for each, shape in zip(by_batch, shapes, strict=True)]
-
-    def _seeded(self, hidden: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yield the probed states of every window, `ROWS` of them at most, with the seed of what is drawn for them."""
-        windows = (window for states in hidden for window in states)
-        for number, window in zip(self._numbers, windows, strict=True):
-            for part, probed in enumerate(window[::EVERY].split(ROWS)):
-                yield ((self._seed << 40) + (number << 12) + part) % 2**63, probed
+        pulled = self._blocks.pull_back(rows(), lambda logits: fisher_noise(logits, seed))
+        roots = torch.cat([root.cpu() for root in pulled])
+        self._roots = roots.view(len(self._numbers), -1, roots.shape[1])
 
     @contextmanager
     def record(self, block: nn.Module, architecture: Architecture, dense: Calibration, total: Tensor) -> Iterator[None]:
@@ -109,7 +97,8 @@ class FisherProbe:
         """
         assert self._roots is not None
         down = architecture.projection(block, "down")
-        batches = iter(zip(self._roots, dense.weights or [None] * len(self._roots), strict=True))
+        roots = self._roots.split([len(states) for states in dense.hidden])
+        batches = iter(zip(roots, dense.weights or [None] * len(roots), strict=True))
 
         def add(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             roots, weights = next(batches)
@@ -124,18 +113,6 @@ class FisherProbe:
             yield
         finally:
             handle.remove()
-
-
-def gathered(seeded: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield the items in order, as many together as have no more than `TOGETHER` rows."""
-    together: list[tuple[int, Tensor]] = []
-    for seed, states in seeded:
-        if together and sum(len(each) for _seed, each in together) + len(states) > TOGETHER:
-            yield together
-            together = []
-        together.append((seed, states))
-    if together:
-        yield together
 
 
 def fisher_noise(logits: Tensor, seed: int) -> Tensor:

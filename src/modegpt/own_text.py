@@ -12,13 +12,6 @@ from .hidden_states import HiddenStates
 
 LENGTH = 4
 """Tokens of a continuation, the random one included; others cost more or lose more (docs/log.md)."""
-SHORT = 32
-"""Tokens of a short window. Much of what a model is asked is short, and a token that has read little uses other neurons
-than one that has read hundreds."""
-SHORT_BELOW, LONG_FROM = 0.1, 0.3
-"""Shares of the parameters that go: up to the first all windows are cut to short ones, from the second on none,
-half of them half way between. While few neurons go, those that any text uses can stay; later, what short windows keep
-is missed on long ones (docs/log.md)."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once: some 100 MB each time they are copied."""
 
@@ -116,26 +109,6 @@ def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
     # Relative to the sum, which rounding leaves beside 1; a token of probability 0 is never the first to pass.
     targets = uniforms.to(logits.device)[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, targets, right=True)[:, 0].clamp_max(logits.shape[1] - 1).cpu()
-
-
-def cut(windows: Tensor, removed: float, start: int | None) -> list[Tensor]:
-    """Return the windows as they are and the last of them cut to short ones, of either kind what there is.
-
-    Args:
-        windows: `(count, seq_len)` token ids.
-        removed: the share that is to go of the parameters of all modules compressed; it says how many windows are cut.
-        start: the token with which every window begins, and every short one is to begin, or None.
-    """
-    own = SHORT - (start is not None)
-    body = windows if start is None else windows[:, 1:]
-    share = (LONG_FROM - removed) / (LONG_FROM - SHORT_BELOW)
-    n_whole = len(windows) - round(len(windows) * min(1.0, max(0.0, share)))
-    pieces = body[n_whole:, : body.shape[1] // own * own].reshape(-1, own)
-    if start is not None:
-        pieces = torch.cat((pieces.new_full((len(pieces), 1), start), pieces), dim=1)
-    if not len(pieces):  # none is to be cut, or they are short already
-        return [windows]
-    return [part for part in (windows[:n_whole], pieces) if len(part)]
 
 
 def beginning(windows: Tensor) -> int | None:

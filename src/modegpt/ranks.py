@@ -42,11 +42,6 @@ class LayerSizes:
         return sum(self.cost[module] * (self.full[module] - ranks[module]) for module in self.full)
 
 
-def n_removed(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]]) -> int:
-    """Return the parameters of all blocks that are removed at these ranks."""
-    return sum(size.removed(layer) for size, layer in zip(sizes, ranks, strict=True))
-
-
 @dataclass(frozen=True)
 class Slot:
     """The rank of one module of one layer, free to be chosen: `top - n·grain` for `n` in `0..steps`."""

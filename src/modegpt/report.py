@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .ranks import LayerSizes, n_removed
+from .ranks import LayerSizes
 
 PACKAGES = ("modegpt", "torch", "transformers", "safetensors", "tokenizers")
 
@@ -51,7 +51,7 @@ def budget(
     sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], n_parameters: int, requested: float
 ) -> dict[str, Any]:
     """Return `sparsity` (requested, of the blocks, of the whole model) and `parameters` (dense, compressed)."""
-    removed = n_removed(sizes, ranks)
+    removed = sum(size.removed(layer) for size, layer in zip(sizes, ranks, strict=True))
     shares = {"blocks": removed / sum(size.total for size in sizes), "total": removed / n_parameters}
     return {
         "sparsity": {"requested": requested, **shares},

@@ -5,7 +5,7 @@ Section 3.3).
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .allocation import Allocation, LayerSizes, allocate
-from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance, beginnings
+from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import MODULES, CompressionConfig
 from .damage import hold_out, measure_damages
@@ -22,10 +22,9 @@ from .errors import NumericalError
 from .fisher import FisherProbe
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
-from .own_text import Writer, beginning, cut
+from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
-from .ranks import n_removed
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import BlockCompressor
@@ -127,7 +126,7 @@ class Run:
         scorer = self._scorer()
         if scorer is None:
             return None
-        calibration = self._embed([self.team.share(self.text.windows)])
+        calibration = self._embed(self.team.share(self.text.windows))
         self._tell("scores", 0)
         for index in range(self.source.dims.n_layers):
             with self.watch.stage("load"):
@@ -154,7 +153,7 @@ class Run:
         if coverage is not None:
             seen = torch.cat((seen, coverage))
         n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
-        calibration, trial = self._weighted([seen], n_streams), self._embed([held], n_streams)
+        calibration, trial = self._weighted(seen, n_streams), self._embed(held, n_streams)
         tell = functools.partial(self._tell, "scores")
         with self.watch.stage("scores"):
             return measure_damages(
@@ -173,11 +172,7 @@ class Run:
     def _written(self, count: int, seq_len: int, seed: int) -> Tensor:
         """Return windows that the dense model writes."""
         source, tell = self.source, functools.partial(self._tell, "coverage")
-
-        def embed(rows: Tensor) -> Calibration:
-            return self._embed([rows])
-
-        writer = Writer(source.blocks, source.dims.n_layers, embed, self.team, self.device, tell)
+        writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
         return writer.windows(count, seq_len, beginning(self.text.windows), source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | None) -> Allocation:
@@ -212,15 +207,13 @@ class Run:
             keep: takes the tensors of a layer that is done, by their names in the model.
         """
         config = self.config
-        parts = [self.text.windows]
-        if coverage is not None:
-            parts += cut(coverage, self._removed(allocation), beginning(self.text.windows))
+        windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
         feedback = config.feeds_back and self.source.architecture.plain_mlp
-        calibration = self._weighted(parts, streams=3 if feedback else 1)  # the probe takes a copy at the end
+        calibration = self._weighted(windows, streams=3 if feedback else 1)  # the probe takes a copy at the end
         # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
-        probe = self._probe(parts, blocks.peek) if feedback else None
+        probe = self._probe(windows, blocks.peek) if feedback else None
         compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch, probe)
         drifted = False
         outcomes: list[BlockOutcome] = []
@@ -248,14 +241,9 @@ class Run:
             self._tell("compress", index + 1)
         return outcomes
 
-    def _removed(self, allocation: Allocation) -> float:
-        """Return the share that goes of the parameters whose modules are to be compressed."""
-        free = sum(size.weight(module) for size in self.sizes for module in size.full if module in self.config.modules)
-        return n_removed(self.sizes, allocation.ranks) / free
-
-    def _probe(self, parts: Sequence[Tensor], peek: Callable[[int], nn.Module]) -> FisherProbe:
+    def _probe(self, windows: Tensor, peek: Callable[[int], nn.Module]) -> FisherProbe:
         """Return what tells the last blocks which neurons the logits feel."""
-        numbers = self.team.share(torch.arange(sum(map(len, parts))))
+        numbers = self.team.share(torch.arange(len(windows)))
         n_layers, seed = self.source.dims.n_layers, self.config.seed
         return FisherProbe(self.source.blocks, peek, n_layers, numbers, self.device, seed)
 
@@ -274,45 +262,21 @@ class Run:
         block.load_state_dict(own)
         return block
 
-    def _weighted(self, parts: Sequence[Tensor], streams: int) -> Calibration:
-        """Return this process's share of the windows that moments are taken on, each token with its weight.
-
-        Args:
-            parts: `(samples, tokens)` token ids each, the windows of every part of a length of their own.
-            streams: of hidden states that share the memory.
-        """
-        own = self._own(parts)
-        calibration = self._embed([part[places] for part, places in zip(parts, own, strict=True)], streams)
-        sizes = [self._batch_size(part.shape[1]) for part in parts]
-
-        def by_batch(values: Sequence[Tensor]) -> list[Tensor]:
-            shares = [of[places].split(size) for of, places, size in zip(values, own, sizes, strict=True)]
-            return [batch for share in shares for batch in share if len(batch)]
-
-        weights = token_weights(parts, self.config.rarity_exponent)
+    def _weighted(self, windows: Tensor, streams: int) -> Calibration:
+        """Return this process's share of the windows that moments are taken on, each token with its weight."""
+        calibration = self._embed(self.team.share(windows), streams)
+        length = windows.shape[1]
+        size, weights = self._batch_size(length), token_weights(windows, self.config.rarity_exponent)
         if weights is not None:
-            calibration.weights = by_batch(weights)
-        calibration.offsets = by_batch([places % OFFSET_PERIOD for places in beginnings(parts)])
+            calibration.weights = self.team.share(weights).split(size)
+        calibration.offsets = self.team.share(torch.arange(len(windows)) * length % OFFSET_PERIOD).split(size)
         return calibration
 
-    def _own(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the places of this process's windows in each part: those of all parts are dealt out in turn."""
-        numbers, own, first = self.team.share(torch.arange(sum(map(len, parts)))), [], 0
-        for part in parts:
-            own.append(numbers[(numbers >= first) & (numbers < first + len(part))] - first)
-            first += len(part)
-        return own
-
-    def _embed(self, parts: Sequence[Tensor], streams: int = 1) -> Calibration:
-        """Return the hidden states before block 0 of the windows of some parts, in order."""
+    def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
         with self.watch.stage("embed"):
             limit = self.config.max_host_memory
             hidden = HiddenStates(None if limit is None else limit // streams)
-            arguments = {}
-            for part in parts:
-                if len(part):  # there may be more processes than a part has windows
-                    arguments |= self.source.blocks.embed(part, self._batch_size(part.shape[1]), hidden).arguments
-            return Calibration(hidden, arguments)
+            return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""

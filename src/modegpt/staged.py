@@ -235,6 +235,8 @@ class BlockCompressor:
         """Tell whether the activations of the MLP of all batches may be kept: not where memory is short."""
         if self.config.max_host_memory is not None:
             return False
+        states = next(iter(calibration.hidden))
         weight = self.source.architecture.projection(block, "down").weight
         width = weight.numel() // self.source.dims.d_model
-        return calibration.hidden.n_tokens * width * weight.element_size() <= KEPT_BYTES
+        n_tokens = sum(len(each) for each in calibration.hidden) * states.shape[1]
+        return n_tokens * width * weight.element_size() <= KEPT_BYTES

@@ -10,7 +10,7 @@ from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture
 from .errors import InputError
 from .modeling_modegpt import decoder_layers
 from .preparation import layer_sizes
-from .ranks import LayerSizes, n_removed
+from .ranks import LayerSizes
 from .shards import skeleton
 
 GUIDE = "docs/adding-an-architecture.md"
@@ -128,7 +128,7 @@ def _rank(module: str, size: LayerSizes, architecture: Architecture, ranks: dict
 def _removable(sizes: list[LayerSizes], ranks: list[dict[str, int]], sparsity: float) -> str:
     free = sum(size.weight(module) for size in sizes for module in size.full if module not in size.whole)
     total = sum(size.total for size in sizes)
-    removed = n_removed(sizes, ranks)
+    removed = sum(size.removed(rank) for size, rank in zip(sizes, ranks, strict=True))
     return (
         f"{free / total:.1%} of the {total:,} parameters of the decoder blocks have a rank to cut; "
         f"the uniform rule at sparsity {sparsity:g} takes {removed / total:.1%}"

@@ -1,13 +1,11 @@
 """How much each calibration token counts: less, the more often it occurs, and the larger its hidden state."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 
-def token_weights(parts: Sequence[Tensor], exponent: float) -> list[Tensor] | None:
-    """Return `w_t ∝ n(token_t)^-α` of every token, float64 of mean 1, in the shapes of the parts; None for `α = 0`.
+def token_weights(windows: Tensor, exponent: float) -> Tensor | None:
+    """Return `w_t ∝ n(token_t)^-α` of every token, `(samples, seq_len)` float64 of mean 1; None for `α = 0`.
 
     `n` counts a token's occurrences in all windows. A second moment is an average over tokens, and a few token types
     make up most of any text: their states are fitted many times over, while those of a rare one are seen once. On other
@@ -15,16 +13,14 @@ def token_weights(parts: Sequence[Tensor], exponent: float) -> list[Tensor] | No
     without giving up much of the text's own average (importance weighting: Shimodaira, 2000).
 
     Args:
-        parts: `(samples, tokens)` token ids each, of all processes.
+        windows: `(samples, seq_len)` token ids, of all processes.
         exponent: `α ≥ 0`.
     """
     if not exponent:
         return None
-    tokens = torch.cat([part.flatten() for part in parts])
-    _types, places, counts = tokens.unique(return_inverse=True, return_counts=True)
+    _types, places, counts = windows.unique(return_inverse=True, return_counts=True)
     weights = counts.double().pow(-exponent)[places]
-    split = (weights / weights.mean()).split([part.numel() for part in parts])
-    return [each.view_as(part) for each, part in zip(split, parts, strict=True)]
+    return weights / weights.mean()
 
 
 def weighed_by_norm(weights: Tensor | None, states: Tensor) -> Tensor:

@@ -20,8 +20,6 @@ from .conftest import Pair
 from .families import NO_WIDTH, tokens
 
 WINDOWS = tokens(rows=6, length=16, seed=3)
-LONG = tokens(rows=6, length=40, seed=3)
-"""Long enough that the windows which the model writes beside them are cut to short ones."""
 
 
 def test_modules_stay_whole_where_the_family_needs_it(pair: Pair):
@@ -101,8 +99,8 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
     """Streamed from shards, block by block, and written layer by layer; `info` then counts what the report says."""
     pair.dense.save_pretrained(tmp_path / "dense")
     config = CompressionConfig(sparsity=0.05, batch_size=4)
-    expected = compress(pair.dense, LONG, config)
-    written = compress(str(tmp_path / "dense"), LONG, config, out=tmp_path / "out")
+    expected = compress(pair.dense, WINDOWS, config)
+    written = compress(str(tmp_path / "dense"), WINDOWS, config, out=tmp_path / "out")
     for name, tensor in expected.state_dict().items():
         assert torch.equal(written.state_dict()[name], tensor), name
     whole = [warning for warning in written.modegpt_report["warnings"] if "loaded whole" in warning]
