@@ -382,6 +382,7 @@ def test_unusable_models_are_refused(run: tuple[Path, Result], small_text_file: 
     assert_refused(compress(run[0]), "already compressed")
     assert_refused(compress(small_text_file), "is a file")
     assert_refused(compress(tmp_path / "no.gguf"), "no.gguf", "does not exist")
+    assert_refused(compress(tmp_path / "none"), "none", "does not exist")
     (empty / "config.json").write_text(small_text)
     assert_refused(compress(empty), str(empty))
     assert not (tmp_path / "out").exists()

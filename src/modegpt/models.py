@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -55,6 +56,13 @@ def _where(name: str) -> tuple[str, dict[str, Any]]:
         raise InputError(f"model folder '{name}' has no config.json; give a folder that save_pretrained wrote")
     if path.is_file():
         raise InputError(f"model '{name}' is a file; give a model folder, a .gguf file or a hub name")
+    if not path.is_dir():
+        try:
+            validate_repo_id(name)
+        except HFValidationError as problem:
+            raise InputError(
+                f"model '{name}' does not exist; give a model folder, a .gguf file or a hub name"
+            ) from problem
     return name, {}
 
 
