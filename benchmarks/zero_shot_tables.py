@@ -23,6 +23,8 @@ def zero_shot() -> str:
     if main is not None and others is not None:
         before = {(row["solver"], row["sparsity"]): row["tasks"] for row in _first_seed(main)}
         parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
+        header, lines = _differences(others)
+        parts.append("The differences on these tasks:\n\n" + table(header, lines + _flips(others)))
     return "\n\n".join(parts)
 
 
@@ -48,10 +50,15 @@ def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float]
         share = f"{row['sparsity']:.0%}" if row["sparsity"] else ""
         rows.append([f"`{row['solver']}`", share, *(f"{figure:.1%}" for figure in figures)])
         errors.append(math.hypot(*(task["acc_stderr"] for task in every)) / len(every))
-    plain = [name for name, task in data["rows"][0]["tasks"].items() if task["acc_norm"] is None]
+    tasks = data["rows"][0]["tasks"]
+    plain = [name for name, task in tasks.items() if task["acc_norm"] is None]
+    lengths = {name: len(task["right"]["acc"]) for name, task in tasks.items()}
+    short = ", ".join(f"{name} has {n}" for name, n in lengths.items() if n < about["limit"])
+    fewer = f" ({short})" if short else ""
     text = (
-        f"{title} `acc_norm` (`acc` for {' and '.join(plain)}) of the first {about['limit']} samples of each task "
-        f"through lm-eval;\n`{about['allocation']}`, calibrated on {about['calibration']}.\n"
+        f"{title} `acc_norm` (`acc` for {' and '.join(plain)}) of the first {about['limit']} samples of each task"
+        f"{fewer}\nthrough lm-eval; `{about['allocation']}`, "
+        f"calibrated on {about['calibration']}.\n"
         f"The standard error of {which} is about {max(errors):.1%} (`benchmarks/zero_shot.py`)."
     )
     return text + "\n\n" + table(header, rows)
