@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from modegpt.architectures import architecture_of
 from modegpt.benchmark import BenchSettings, Runner, _next_token, _profiled_peak, benchmark, check_settings, spread
+from modegpt.cache_name import CACHE
 from modegpt.checkpoint import build, compressed_config
 from modegpt.cli import app
 from modegpt.costs import Attention, costs_of
@@ -57,9 +58,9 @@ def test_macs_are_what_torch_counts(name: str):
     model.set_attn_implementation("eager")
     ids = torch.ones(1, n, dtype=torch.long)
     with FlopCounterMode(display=False) as prefill:
-        cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = model(ids, use_cache=True, logits_to_keep=1)[CACHE]
     with FlopCounterMode(display=False) as decode:
-        model(ids[:, :1], past_key_values=cache, logits_to_keep=1)
+        model(ids[:, :1], **{CACHE: cache}, logits_to_keep=1)
     above_diagonal = n * (n - 1) // 2 * sum(layer.macs for layer in costs.attention)
     assert 2 * (costs.prefill_macs(n) + above_diagonal) == prefill.get_total_flops()
     assert 2 * costs.decode_macs(n + 1) == decode.get_total_flops()

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from modegpt.architectures import architecture_of
+from modegpt.cache_name import CACHE
 from modegpt.checkpoint import build, compressed_config
 from modegpt.modeling_modegpt import _attend_once, decoder_layers, shrink_block
 
@@ -83,7 +84,7 @@ def test_steps_equal_one_pass_in_copies_and_after_loading_other_pairs(model):
     model.load_state_dict(other.state_dict())
     for network in (model, other):
         cache = DynamicCache(config=network.config)
-        steps = [network(token, past_key_values=cache).logits for token in ids(9).split(1, dim=1)]
+        steps = [network(token, **{CACHE: cache}).logits for token in ids(9).split(1, dim=1)]
         torch.testing.assert_close(torch.cat(steps, dim=1), other(ids(9)).logits, **ROUNDING)
 
 
@@ -91,9 +92,9 @@ def test_steps_equal_one_pass_in_copies_and_after_loading_other_pairs(model):
 def test_no_step_copies_the_cache(model):
     """What a step allocates at once is less than the keys of one layer, in a cache that is long enough to tell."""
     cache = StaticCache(config=model.config, max_cache_len=8000)
-    model(ids(3), past_key_values=cache)
+    model(ids(3), **{CACHE: cache})
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        model(ids(1), past_key_values=cache)
+        model(ids(1), **{CACHE: cache})
     largest = max(event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")  # pyright: ignore
     # The scores of all heads against all positions are inevitable: 4 heads to 2 key heads of 4 coordinates at least.
     scores = 2 * 4 * 8000 * 8
@@ -126,8 +127,8 @@ def test_a_step_compiles_once_for_all_positions(model):
         return graph
 
     step = torch.compile(model.__call__, fullgraph=True, dynamic=False, backend=count)
-    model(text[:, :5], past_key_values=cache)
-    logits = [step(text[:, place : place + 1], past_key_values=cache).logits for place in range(5, 9)]
+    model(text[:, :5], **{CACHE: cache})
+    logits = [step(text[:, place : place + 1], **{CACHE: cache}).logits for place in range(5, 9)]
     assert len(graphs) == 1
     torch.testing.assert_close(torch.cat(logits, dim=1), model(text).logits[:, 5:], **ROUNDING)
     targets = {node.target.__name__ for node in graphs[0].graph.nodes if callable(node.target)}

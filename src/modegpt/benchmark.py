@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
+from .cache_name import CACHE
 from .costs import Costs, cache_bytes, costs_of
 from .errors import InputError
 
@@ -175,7 +176,7 @@ class Runner:
 
 def _next_token(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     """Append `ids` to the cache and return the likeliest next token of each sequence, as `(batch, 1)`."""
-    return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    return model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
 
 class _Clock:

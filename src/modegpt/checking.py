@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
 from .architectures import Architecture, Dimensions, architecture_of
+from .cache_name import CACHE
 from .compress import compress
 from .config import CompressionConfig
 from .densify import densify, in_float64
@@ -254,7 +255,7 @@ assert torch.equal(logits, expected["logits"]), "the logits differ after loading
 def _cached(subject: Subject) -> tuple[str, str]:
     model, ids = subject.compressed, subject.ids.to(subject.compressed.device)
     expected, cache = _logits(model, ids), DynamicCache(config=model.config)
-    pieces = [model(piece, past_key_values=cache).logits.cpu() for piece in ids.split([9, 1, 4, 1, LENGTH - 15], dim=1)]
+    pieces = [model(piece, **{CACHE: cache}).logits.cpu() for piece in ids.split([9, 1, 4, 1, LENGTH - 15], dim=1)]
     difference, allowed = _distance(torch.cat(pieces, dim=1), expected), subject.allowed(expected)
     if not difference <= allowed:
         return _verdict(difference, allowed, "", "read piece by piece with a cache it computes something else")

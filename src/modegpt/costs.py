@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .cache_name import CACHE
 from .models import local_folder
 
 PROBE_TOKENS = 2
@@ -89,7 +90,7 @@ def costs_of(model: PreTrainedModel) -> Costs:
     head = model.get_output_embeddings()
     ids = torch.ones(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
     with _count_linear_macs(model, head) as counted:
-        cache = model(ids, use_cache=True).past_key_values
+        cache = model(ids, use_cache=True)[CACHE]
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     n_heads = model.config.get_text_config(decoder=True).num_attention_heads
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]

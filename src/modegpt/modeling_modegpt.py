@@ -70,11 +70,16 @@ class CompressedAttention:
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         attention_mask: Tensor | None = None,
+        cache: Any = None,
         past_key_values: Any = None,
         layer_past: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; arguments and results are those of the stock attention."""
+        """Attend; arguments and results are those of the stock attention.
+
+        The cache has three names: `cache` since transformers 5.24, `past_key_values` before, `layer_past` in some
+        families.
+        """
         names, scaling = self._names, getattr(self, self._names["scaling"])
         query, key, value = self._project(hidden_states)
         if names["scale_query"]:
@@ -87,9 +92,9 @@ class CompressedAttention:
             key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
-        past_key_values = layer_past if past_key_values is None else past_key_values
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        for known in (cache, past_key_values, layer_past):
+            if known is not None:
+                key, value = known.update(key, value, self.layer_idx)
         implementation = self.config._attn_implementation
         if implementation == "sdpa" and self._copies_the_cache(query, key, value, attention_mask):
             return self._leave(_attend_once(query, key, value, attention_mask, scaling), None)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from .cache_name import CACHE
+
 
 class Question(NamedTuple):
     """A context and the answers that are scored after it."""
@@ -45,7 +47,7 @@ def takes_part(model: Any) -> bool:
     """Tell whether a model's contexts can be shared: it keeps keys and values, and not a state that only moves on."""
     named = inspect.signature(model.forward).parameters
     stateful = getattr(model, "_is_stateful", False)
-    return not stateful and {"past_key_values", "logits_to_keep"} <= named.keys()
+    return not stateful and {CACHE, "logits_to_keep"} <= named.keys()
 
 
 def questions(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Question]:
@@ -101,7 +103,7 @@ def score_answers(
         ]
         parts = _parts(rows, batch_size)
         for number, part in enumerate(parts):
-            cache = found.past_key_values
+            cache = found[CACHE]
             if number + 1 < len(parts):
                 cache = copy.deepcopy(cache)  # an answer's tokens are added to it
             scored |= _answers(model, cache, first, part, dtype)
@@ -151,7 +153,7 @@ def _answers(model: Any, cache: Cache, first: Tensor, rows: list[Row], dtype: to
         for at, row in enumerate(rows):
             ids[at, : len(row.answer) - 1] = torch.tensor(row.answer[:-1])
         cache.batch_select_indices(contexts)
-        logits = model(input_ids=ids.to(device), past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=ids.to(device), **{CACHE: cache}, use_cache=True).logits
         told = torch.cat((told, logits.log_softmax(-1, dtype=dtype)), dim=1)
     result = {}
     for at, row in enumerate(rows):

@@ -6,6 +6,8 @@ from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from modegpt.cache_name import CACHE
+
 from .conftest import Pair
 from .families import PAD, tokens
 from .helpers import densify, greedy, in_float64
@@ -61,7 +63,7 @@ def test_beam_search(pair: Pair):
 def test_the_cache_is_as_narrow_as_the_layers(pair: Pair):
     cache, dims = DynamicCache(config=pair.compressed.config), pair.family.dims
     with torch.no_grad():
-        pair.compressed(tokens(rows=1, length=5), past_key_values=cache)
+        pair.compressed(tokens(rows=1, length=5), **{CACHE: cache})
     for layer, rank in zip(cache.layers, pair.family.ranks(), strict=True):
         assert layer.keys.shape[1::2] == (dims.n_kv_heads, rank["qk"])
         assert layer.values.shape[1::2] == (dims.n_kv_heads, rank["vo"])
@@ -91,7 +93,7 @@ def test_decoding_step_by_step_gives_the_logits_of_one_pass(pair: Pair):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         expected = model(ids).logits
-        pieces = [model(piece, past_key_values=cache).logits for piece in ids.split([1, 5, 1, 4, 3], dim=1)]
+        pieces = [model(piece, **{CACHE: cache}).logits for piece in ids.split([1, 5, 1, 4, 3], dim=1)]
     # float64 rounding; the pieces take SDPA's other path for single tokens.
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-11)
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, StaticCache, pipeline
 
+from modegpt.cache_name import CACHE
+
 from .conftest import Pair
 from .families import tokens
 from .helpers import greedy, run_python
@@ -58,10 +60,10 @@ def test_decoding_with_a_static_cache_compiles_to_one_graph(pairs: dict[str, Pai
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager")
     with torch.no_grad():
         for cache in caches:
-            model(ids[:, :9], past_key_values=cache)
+            model(ids[:, :9], **{CACHE: cache})
         for step in range(9, 12):
             results = [
-                run(ids[:, step : step + 1], past_key_values=cache).logits
+                run(ids[:, step : step + 1], **{CACHE: cache}).logits
                 for run, cache in zip((model, compiled), caches, strict=True)
             ]
             torch.testing.assert_close(*results, rtol=0, atol=1e-3)  # as above
