@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -94,13 +94,15 @@ class CompressedAttention:
 
         for known in (cache, past_key_values, layer_past):
             if known is not None:
-                key, value = known.update(key, value, self.layer_idx)
+                if not isinstance(known, Cache):  # pages of a continuous batch: of the dense head dim in every layer
+                    query, key, value = _pad(query, key, value, self._head_dim)
+                key, value = known.update(key, value, self.layer_idx, kwargs)
         implementation = self.config._attn_implementation
         if implementation == "sdpa" and self._copies_the_cache(query, key, value, attention_mask):
             return self._leave(_attend_once(query, key, value, attention_mask, scaling), None)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
         if _needs_equal_dims(implementation, query.shape[-2]):
-            query, key, value = _pad_to_equal_dims(query, key, value, self._head_dim)
+            query, key, value = _pad(query, key, value, _equal_dim(key.shape[-1], value.shape[-1], self._head_dim))
         if names["softcap"]:
             kwargs["softcap"] = getattr(self, names["softcap"])
         context, weights = attend(
@@ -268,15 +270,18 @@ class CompressedRotary:
         return _empty, (compressed_rotary_class, type(self).__mro__[2]), self.__dict__
 
 
-def _pad_to_equal_dims(query: Tensor, key: Tensor, value: Tensor, limit: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zeros, which change no logit and no leading dim of a context, to a multiple of 16 up to `limit`.
+def _equal_dim(key_dim: int, value_dim: int, limit: int) -> int:
+    """Return what both are padded to: a multiple of 16 up to `limit`.
 
     On a CPU the fused kernel takes an eighth longer for 46 or 62 dims than for 48 or 64.
     """
-    dim = max(key.shape[-1], value.shape[-1])
-    dim = max(dim, min(dim + -dim % 16, limit))
-    query, key = (nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in (query, key))
-    return query, key, nn.functional.pad(value, (0, dim - value.shape[-1])) if value.shape[-1] < dim else value
+    dim = max(key_dim, value_dim)
+    return max(dim, min(dim + -dim % 16, limit))
+
+
+def _pad(query: Tensor, key: Tensor, value: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """Pad all three to `dim` with zeros, which change no logit and no leading dim of a context."""
+    return tuple(nn.functional.pad(x, (0, dim - x.shape[-1])) if x.shape[-1] < dim else x for x in (query, key, value))
 
 
 class CompressedConfig(_ConfigBase):

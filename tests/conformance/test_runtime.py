@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, StaticCache, pipeline
+from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache, pipeline
 
 from modegpt.cache_name import CACHE
 
@@ -93,6 +93,17 @@ def test_pipeline(pair: Pair, tokenizer):
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     generated = run(text, max_new_tokens=5, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
     assert generated == greedy(pair.compressed, ids, 5)[0].tolist()
+
+
+def test_a_continuous_batch_gives_the_same_tokens(pairs: dict[str, Pair]):
+    """What `transformers serve` runs: requests share a cache whose pages have the dense head dim in every layer."""
+    pair, prompts = pairs["llama-grouped"], tokens(rows=2, length=9)
+    assert {rank["qk"] for rank in pair.family.ranks()} != {pair.family.dims.d_head}, "nothing would be padded"
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1)
+    answers = pair.compressed.generate_batch(prompts.tolist(), generation_config=settings, progress_bar=False)
+    assert len(answers) == len(prompts), "a request failed"
+    generated = [answer.generated_tokens for _name, answer in sorted(answers.items())]
+    assert generated == greedy(pair.compressed, prompts, 5)[:, 9:].tolist()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
