@@ -17,9 +17,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
+
+OLDEST = "5.5"
+"""The first transformers that runs this file: before, generating or saving fails somewhere in it."""
+
+if [int(part) for part in transformers.__version__.split(".")[:2]] < [int(part) for part in OLDEST.split(".")]:
+    # Before the imports below, which older ones do not all know.
+    raise ImportError(
+        f"a modegpt model needs transformers {OLDEST} or newer, and this is {transformers.__version__}: "
+        f"pip install --upgrade transformers"
+    )
+
+from transformers import Cache, PreTrainedConfig, PreTrainedModel  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 PREFIX = "Modegpt"
 MODEL_TYPE_PREFIX = "modegpt_"

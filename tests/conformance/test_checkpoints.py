@@ -1,13 +1,17 @@
 """What is saved opens anywhere: in a fresh process, with and without modegpt, moved, sharded, in another dtype."""
 
 import json
+import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from modegpt import modeling_modegpt
 
 from .conftest import Pair
 from .families import tokens
@@ -146,6 +150,12 @@ def test_a_later_format_version_is_refused(folders: dict[str, Path], tmp_path: P
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match=r"modegpt format version 2, and this code reads up to 1.*trust_remote_code"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "later")
+
+
+def test_an_older_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transformers, "__version__", "5.4.0")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.5 or newer, and this is 5\.4\.0: pip install"):
+        runpy.run_path(modeling_modegpt.__file__)
 
 
 def test_an_edited_config_of_other_shapes_is_refused(folders: dict[str, Path], tmp_path: Path):
