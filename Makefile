@@ -5,9 +5,10 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := $(VENV)/oldest
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-oldest lint format clean
 
 demo: $(READY)
 	$(BIN)/python -m modegpt demo
@@ -15,6 +16,14 @@ demo: $(READY)
 # The models of the tests are too small for threads: files are dealt to processes instead, one thread each.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# With the oldest transformers that pyproject.toml allows: the tests of what changes between its versions.
+test-oldest: $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --target $(OLDEST) \
+		"$$(grep --only-matching 'transformers>=[0-9.]*' pyproject.toml | sed 's/>=/==/')" 2> $(VENV)/oldest.log \
+		|| (cat $(VENV)/oldest.log; exit 1)
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+		tests/conformance/test_generation.py tests/conformance/test_checkpoints.py tests/test_decoding.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
