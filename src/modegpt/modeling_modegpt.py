@@ -103,6 +103,12 @@ class CompressedAttention:
             key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
+        unknown = [name for name, value in kwargs.items() if isinstance(value, Cache)]
+        if unknown:  # without the cache the model would go on, and write nonsense
+            raise TypeError(
+                f"transformers {transformers.__version__} hands the cache over as '{unknown[0]}', which this code does "
+                f"not know: upgrade modegpt, or use transformers 5.24"
+            )
         for known in (cache, past_key_values, layer_past):
             if known is not None:
                 if not isinstance(known, Cache):  # pages of a continuous batch: of the dense head dim in every layer

@@ -69,6 +69,13 @@ def test_the_cache_is_as_narrow_as_the_layers(pair: Pair):
         assert layer.values.shape[1::2] == (dims.n_kv_heads, rank["vo"])
 
 
+def test_a_cache_by_another_name_is_refused(pairs: dict[str, Pair]):
+    """A model that lets it pass reads nothing of what came before, and says nothing."""
+    model = pairs["llama-grouped"].compressed
+    with pytest.raises(TypeError, match="hands the cache over as 'memory', which this code does not know"):
+        model(tokens(rows=1, length=5), memory=DynamicCache(config=model.config))
+
+
 def test_padding_to_one_head_dim_is_for_prefill_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch):
     """SDPA has no fused kernel for unequal dims; when decoding, padding would copy the cache at every token."""
     if not pair.dense._supports_sdpa:
