@@ -99,7 +99,7 @@ def _differences(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     first = [_over(best[at][:1], paper[at][:1]) for at in sparsities]
     lines = [[name, *(cells[key] for cells in first)] for name, key in MEANS]
     if any(len(best[at]) > 1 for at in sparsities):
-        seeds = [_over(best[at], paper[at][:1]) if len(best[at]) > 1 else {} for at in sparsities]
+        seeds = [_over(best[at], paper[at]) if len(best[at]) > 1 else {} for at in sparsities]
         lines += [[f"{name}, over seeds", *(cells.get(key, "") for cells in seeds)] for name, key in MEANS]
     return ["`best` over `paper`", *(f"{sparsity:.0%}" for sparsity in sparsities)], lines
 
