@@ -103,17 +103,11 @@ class CompressedAttention:
             key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
-        unknown = [name for name, value in kwargs.items() if isinstance(value, Cache)]
-        if unknown:  # without the cache the model would go on, and write nonsense
-            raise TypeError(
-                f"transformers {transformers.__version__} hands the cache over as '{unknown[0]}', which this code does "
-                f"not know: upgrade modegpt, or use transformers 5.24"
-            )
-        for known in (cache, past_key_values, layer_past):
-            if known is not None:
-                if not isinstance(known, Cache):  # pages of a continuous batch: of the dense head dim in every layer
-                    query, key, value = _pad(query, key, value, self._head_dim)
-                key, value = known.update(key, value, self.layer_idx, kwargs)
+        cache = _only_cache((cache, past_key_values, layer_past), kwargs)
+        if cache is not None:
+            if not isinstance(cache, Cache):  # pages of a continuous batch: of the dense head dim in every layer
+                query, key, value = _pad(query, key, value, self._head_dim)
+            key, value = cache.update(key, value, self.layer_idx, kwargs)
         implementation = self.config._attn_implementation
         if implementation == "sdpa" and self._copies_the_cache(query, key, value, attention_mask):
             return self._leave(_attend_once(query, key, value, attention_mask, scaling), None)
@@ -220,6 +214,20 @@ class CompressedAttention:
     def _dropout(self) -> float:
         own: Any = getattr(self, self._names["dropout"], 0.0)
         return getattr(own, "p", own)
+
+
+def _only_cache(known: tuple[Any, ...], others: dict[str, Any]) -> Any:
+    """Return the cache among the arguments that may hold it, or None; refuse one that comes by another name.
+
+    A model that let it pass would go on without it, and write nonsense.
+    """
+    unknown = [name for name, value in others.items() if isinstance(value, Cache)]
+    if unknown:
+        raise TypeError(
+            f"transformers {transformers.__version__} hands the cache over as '{unknown[0]}', which this code does "
+            f"not know: upgrade modegpt, or use transformers 5.24"
+        )
+    return next((cache for cache in known if cache is not None), None)
 
 
 def _needs_equal_dims(implementation: str, n_queries: int) -> bool:
