@@ -46,9 +46,13 @@ def build(config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel
     return model
 
 
-def check_output(out: str | Path, overwrite: bool) -> None:
-    """Raise `InputError` if `out` exists and may not be replaced, or is no folder."""
+def check_output(out: str | Path, overwrite: bool, model: str | Path | None = None) -> None:
+    """Raise `InputError` if `out` exists and may not be replaced, is no folder, or holds the model that is read."""
     path = Path(out)
+    if model is not None and Path(model).exists():
+        source = Path(model).resolve()
+        if path.resolve() in (source, *source.parents):
+            raise InputError(f"output '{out}' holds the model '{model}' and would replace it: choose another folder")
     if path.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     if path.exists() and not overwrite:
@@ -58,6 +62,21 @@ def check_output(out: str | Path, overwrite: bool) -> None:
 def modeling_source() -> bytes:
     """Return the modeling file that is shipped inside a checkpoint."""
     return Path(modeling_modegpt.__file__).read_bytes()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file that this package wrote.
+
+    Raises:
+        InputError: it has been cut or edited so that it is none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise InputError(f"'{path}' is broken ({problem}): remove it") from problem
+    if not isinstance(found, dict):
+        raise InputError(f"'{path}' is something else than this program wrote: remove it")
+    return found
 
 
 def write_json(data: dict[str, Any], path: str | Path) -> None:

@@ -13,6 +13,7 @@ from .cli_support import (
     JSON,
     MODEL,
     OneLineErrors,
+    check_file,
     check_json,
     check_positive,
     console,
@@ -28,8 +29,10 @@ from .commands.evaluate import evaluate
 from .commands.report import report as report_page
 from .commands.settings import configured
 from .commands.sweep import sweep
-from .config import DTYPES, CompressionConfig, check_choice
+from .config import DTYPES, MAX_SEED, CompressionConfig, check_choice
 from .errors import InputError
+
+PLOTS = (".png", ".svg", ".pdf")
 
 app = typer.Typer(
     name="modegpt",
@@ -95,16 +98,22 @@ def plan(
 ) -> None:
     """Show what compress would do to every layer of MODEL, and compress nothing; --json writes a plan."""
     check_json(json_file)
+    if plot is not None:
+        check_file("--plot", plot)
+        if plot.suffix.lower() not in PLOTS:
+            raise InputError(f"--plot '{plot}': give a file name that ends in {', '.join(PLOTS)}")
     quiet()
     from .allocation import score_parts
-    from .planning import make_plan, plot_plan
+    from .planning import make_plan, plot_plan, require_plotting
     from .progress import ProgressBar
 
+    if plot is not None:
+        require_plotting()
     with ProgressBar("reading model and text") as progress:
         planned = make_plan(model, calibration, config, progress=progress)
+    emit(planned, json_file)
     if plot is not None:
         plot_plan(planned, plot)
-    emit(planned, json_file)
     table = Table("layer", "score", "removed", "mlp", "query-key", "value-output", "parameters")
     for index, layer in enumerate(planned["layers"]):
         parts = {} if layer["score"] is None else score_parts(config.allocation, layer["score"])
@@ -142,8 +151,10 @@ def generate(
     """Continue a text with a dense or compressed MODEL."""
     check_choice("dtype", dtype, DTYPES)
     check_positive("max_new_tokens", max_new_tokens)
-    if not 0 <= temperature < float("inf"):
-        raise InputError(f"temperature {temperature} is not a number from 0 up")
+    if temperature and not 1e-3 <= temperature < float("inf"):
+        raise InputError(f"temperature {temperature} is neither 0 nor a number from 0.001 up")
+    if not 0 <= seed <= MAX_SEED:
+        raise InputError(f"seed {seed} is outside [0, 2^32): give a whole number such as 0")
     if not prompt:
         raise InputError("the prompt is empty; give some text to continue")
     check_json(json_file)

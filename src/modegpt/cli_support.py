@@ -1,8 +1,10 @@
 """What every command shares: one line for an error, one place for JSON, the checks before the work."""
 
 import json
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ MODEL = typer.Argument(..., metavar="MODEL", help="Hub name, local folder or .gg
 DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
 JSON = typer.Option(None, "--json", metavar="FILE", help="Write the result as JSON; - for standard output.")
 
+PIPED_WIDTH = 200
+"""Columns of a table that goes into a file or a pipe, where nothing says how wide it may be."""
 INTERRUPTED = 130
 """What shells return for a program that Ctrl-C ended."""
 
@@ -104,19 +108,37 @@ def check_positive(name: str, value: int | None) -> None:
 
 def check_json(file: str | None) -> None:
     """Refuse, before the work, a `--json` target that could not be written after it."""
-    if file is None or file == "-":
-        return
+    if file is not None and file != "-":
+        check_file("--json", file, "; give a file name, or - for standard output")
+
+
+def check_file(option: str, file: str | Path, hint: str = "; give a file name") -> None:
+    """Refuse, before the work, a file that could not be written after it."""
     path = Path(file)
     if path.is_dir():
-        raise InputError(f"--json '{file}' is a folder; give a file name, or - for standard output")
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"--json '{file}': the folder '{path.parent}' does not exist; create it first")
+        raise InputError(f"{option} '{file}' is a folder{hint}")
+    if _written_through(path):
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise InputError(f"{option} '{file}': the folder '{path.parent}' does not exist; create it first")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as problem:
+        raise InputError(f"{option} '{file}': nothing can be written to '{folder}' ({problem.strerror})") from problem
+
+
+def _written_through(path: Path) -> bool:
+    """Whether a file is written where it is, not replaced: a pipe, a device, or what a link points to."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 def emit(data: dict[str, Any], file: str | None) -> None:
     """Write JSON where `--json` says, if it says so."""
     if file == "-":
         print(json.dumps(data, indent=2))
+    elif file is not None and _written_through(Path(file)):
+        Path(file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     elif file is not None:
         from .checkpoint import write_json
 
@@ -124,8 +146,11 @@ def emit(data: dict[str, Any], file: str | None) -> None:
 
 
 def console(json_file: str | None) -> Console:
-    """Where a person reads: standard output, unless JSON goes there."""
-    return Console(stderr=json_file == "-", highlight=False)
+    """Where a person reads: standard output, unless JSON goes there. What is not a terminal cuts no line short."""
+    made = Console(stderr=json_file == "-", highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = PIPED_WIDTH
+    return made
 
 
 def quiet() -> None:

@@ -1,5 +1,6 @@
 """Compressing a model: into memory, or into a folder as it goes. What happens to the blocks stands in `run.py`."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def compress(
         state, report = run.in_memory()
         compressed = build(run.compressed_config([layer["shape"] for layer in report["layers"]]), state)
         if run.source.generation_config is not None:
-            compressed.generation_config = run.source.generation_config
+            compressed.generation_config = copy.deepcopy(run.source.generation_config)
     compressed.modegpt_report = report  # pyright: ignore[reportArgumentType] - a plain attribute
     return compressed
 
@@ -81,14 +82,14 @@ def compress_to_folder(
     Returns:
         The run's report, as in `report.json`.
     """
-    out = Path(out)
-    if not resume:
-        check_output(out, overwrite)
+    source = None if isinstance(model, PreTrainedModel) else model
+    check_output(out, overwrite or resume, source)
+    out = Path(out).resolve()  # of a link its target is replaced, and the link stays
     run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
     identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype, run.device)
     if resume and (finished := finished_report(out, identity)) is not None:
         if run.team.is_main:
-            clear_leftovers(out)  # the run may have been killed between its last rename and this
+            clear_leftovers(out, identity)  # the run may have been killed between its last rename and this
         return finished
     check_output(out, overwrite)
     return run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)

@@ -20,6 +20,7 @@ COVERAGE = 0.1875
 """Share of extra calibration windows that `best` lets the model write (`own_text.py`)."""
 RARITY = 0.25
 """Exponent by which `best` weights tokens (`token_weights.py`)."""
+MAX_SEED = 2**32 - 1
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that can be refitted to the dense model's hidden states."""
@@ -125,6 +126,8 @@ class CompressionConfig:
             raise InputError(
                 "feedback needs the MLP solver 'saliency' or 'energy': give --mlp-solver saliency, or --no-feedback"
             )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InputError(f"seed {self.seed} is outside [0, 2^32): give a whole number such as 0")
         if not self.modules:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
         for module in self.modules:
@@ -153,6 +156,11 @@ class CompressionConfig:
         """Whether the MLP's refits follow the dense model; not where the MLP stays whole."""
         asked = self.feedback is None or bool(self.feedback)
         return asked and "mlp" in self.modules and self.solver_of("mlp") in FEEDING
+
+    @property
+    def asked(self) -> float | None:
+        """The share of the blocks to remove; None where a plan's ranks say it."""
+        return None if self.allocation == "plan" else self.sparsity
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON-ready values."""

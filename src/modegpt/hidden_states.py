@@ -13,7 +13,8 @@ class HiddenStates:
 
     Args:
         max_bytes: memory the tensors may take; None for no limit.
-        folder: where the files go; by default the system's temporary folder. They vanish with this object.
+        folder: where the files go, made when it is needed; by default the system's temporary folder. They vanish with
+            this object.
     """
 
     def __init__(self, max_bytes: int | None = None, folder: Path | None = None) -> None:
@@ -53,6 +54,8 @@ class HiddenStates:
             self._items.append(states.to("cpu", copy=True))
             return
         if self._spill is None:
+            if self._folder is not None:
+                self._folder.mkdir(exist_ok=True)
             self._spill = tempfile.TemporaryDirectory(prefix="modegpt-hidden-", dir=self._folder)
         self._items.append((Path(self._spill.name) / str(len(self)), states.dtype, states.shape))
         self[len(self) - 1] = states

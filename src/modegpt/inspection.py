@@ -6,12 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture, Dimensions
+from .checkpoint import REPORT_NAME
 from .errors import InputError
 from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
 from .safetensors_merge import Entry, read_header
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 """Bytes of one element by safetensors' name of the dtype; what is not listed (an index, say) is no parameter."""
+
+
+def calibrated_on(model: str) -> str | None:
+    """Return the text that a compressed checkpoint says it was calibrated on; None where nothing says it."""
+    try:
+        report = json.loads((Path(model) / REPORT_NAME).read_text(encoding="utf-8"))
+        return report["calibration"]["data"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def describe(folder: str | Path) -> dict[str, Any]:

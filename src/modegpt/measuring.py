@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from .calibration import begin_windows, check_source, load_text, start_token, tokenize
 from .errors import InputError
 from .evaluate import check_window, perplexity
-from .models import open_config, open_model, open_tokenizer, resolve_device
+from .models import has_tokenizer, open_config, open_model, open_tokenizer, resolve_device
 from .report import protocol
 from .run import Progress
 
@@ -45,7 +46,8 @@ def measure(
         For each model a result like that of `eval --json`, and all samples (`model`, `prompt`, `text`, `tokens`).
 
     Raises:
-        InputError: a model, a text, a prompt or the window is unusable; no model was loaded.
+        InputError: a model, a text, a prompt or the window is unusable, or a model has another vocabulary than the
+            first; no model was loaded.
     """
     target = resolve_device(device)
     if any(not prompt for prompt in prompts):
@@ -56,6 +58,12 @@ def measure(
         check_source(source)
     configs = [open_config(name) for name in models]
     window, tokenizer = common_window(configs, seq_len), open_tokenizer(models[0])
+    for name in models[1:]:
+        if has_tokenizer(name) and open_tokenizer(name).get_vocab() != tokenizer.get_vocab():
+            raise InputError(
+                f"'{name}' has another tokenizer than '{models[0]}': their figures do not compare; give the model that "
+                "it was compressed from"
+            )
     texts = open_texts(data, configs[0], tokenizer, window)
     evals, samples = [], []
     for name in models:
@@ -106,6 +114,15 @@ def open_texts(data: Sequence[str], config: Any, tokenizer: Any, window: int) ->
                 "or a smaller --seq-len"
             )
     return texts
+
+
+def seen_text(calibration: str, data: Sequence[str]) -> list[str]:
+    """Return a warning for each text to measure on that the model was calibrated on; known data sets have splits."""
+    return [
+        f"'{source}' is the text that the model is calibrated on: its perplexity there says little of other text"
+        for source in data
+        if Path(source).is_file() and Path(calibration).is_file() and Path(source).samefile(calibration)
+    ]
 
 
 def measure_texts(

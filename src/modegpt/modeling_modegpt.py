@@ -30,6 +30,7 @@ if [int(part) for part in transformers.__version__.split(".")[:2]] < [int(part) 
 
 from transformers import Cache, PreTrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 from transformers.pytorch_utils import Conv1D  # noqa: E402
 
 PREFIX = "Modegpt"
@@ -341,23 +342,28 @@ class CompressedModel(_ModelBase):
         description = config.modegpt
         check_version(description)
         layers = decoder_layers(self, description["architecture"])
-        for block, layer in zip(layers, description["layers"], strict=True):
-            shrink_block(block, description["architecture"], layer, config)
         attentions = [block.get_submodule(description["architecture"]["attention"]) for block in layers]
+        for block, attention, layer in zip(layers, attentions, description["layers"], strict=True):
+            # The model under a classification head may come from `AutoModel`, and is then compressed already.
+            if not isinstance(attention, CompressedAttention):
+                shrink_block(block, description["architecture"], layer, config)
         attentions = [attention for attention in attentions if hasattr(attention, "rope_index")]
         rotary: Any = getattr(self.base_model, "rotary_emb", None)
-        if rotary is not None and attentions:
+        if rotary is not None and attentions and not isinstance(rotary, CompressedRotary):
             rotary.__class__ = compressed_rotary_class(type(rotary))
             rotary._attentions = attentions  # a list, so that they are not its submodules
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Save as stock models do, with this file beside the weights so that the folder loads on its own."""
         self.config.auto_map = auto_map(self.config)
-        super().save_pretrained(save_directory, **kwargs)
-        if kwargs.get("is_main_process", True):
-            target = Path(save_directory) / "modeling_modegpt.py"
+        folder = Path(save_directory)
+        if is_main_process and not folder.is_file():  # stock models say what is wrong with a file
+            # First, since the stock method may go on to upload the folder.
+            folder.mkdir(parents=True, exist_ok=True)
+            target = folder / "modeling_modegpt.py"
             if not (target.exists() and target.samefile(__file__)):
                 shutil.copyfile(__file__, target)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -504,11 +510,16 @@ def compressed_class(stock_name: str) -> type:
     stock = getattr(transformers, stock_name)
     members: dict[str, Any] = {"__module__": __name__, "__qualname__": PREFIX + stock_name, "__doc__": stock.__doc__}
     if issubclass(stock, PreTrainedConfig):
-        # The plans shard by whole heads of equal size, which is not what these layers have.
-        plans = {"base_model_tp_plan": None, "base_model_pp_plan": None, "base_model_fsdp_plan": None}
+        # The plans shard by whole heads of equal size, which is not what these layers have; that of FSDP does not.
+        plans = {"base_model_tp_plan": None, "base_model_pp_plan": None}
         members |= plans | {"model_type": MODEL_TYPE_PREFIX + stock.model_type}
         return type(PREFIX + stock_name, (CompressedConfig, stock), members)
     members |= {"_stock": stock, "config_class": compressed_class(stock.config_class.__name__)}
+    # Without a plan for the rest, sharding the head alone would tear it from the embedding that it is tied to.
+    members["_tp_plan"] = None
+    if stock_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        # By this table `Trainer` knows which models predict the next token, and pipelines which generate text.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[members["config_class"].model_type] = PREFIX + stock_name
     return type(PREFIX + stock_name, (CompressedModel, stock), members)
 
 

@@ -1,6 +1,8 @@
 """Opens what a user calls MODEL: a hub name, a local folder, or a `.gguf` file; dense or compressed."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,6 @@ from transformers.utils import logging as transformers_logging
 from .architectures import Architecture, architecture_of
 from .errors import InputError, MissingExtraError
 
-HUB_ERRORS = (OSError, ValueError)
-"""What transformers raises for a name it cannot resolve, a broken file or a missing network."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
 
@@ -86,10 +86,8 @@ def open_config(name: str) -> PreTrainedConfig:
         InputError: there is no such model, or its config cannot be read.
     """
     location, arguments = _where(name)
-    try:
+    with _refused(f"model '{name}' cannot be opened"):
         return AutoConfig.from_pretrained(location, **arguments)
-    except HUB_ERRORS as problem:
-        raise InputError(f"model '{name}' cannot be opened: {_first_line(problem)}") from problem
 
 
 def check_model(name: str) -> tuple[PreTrainedConfig, Architecture]:
@@ -118,10 +116,8 @@ def open_tokenizer(name: str) -> Any:
     if not has_tokenizer(name):
         # transformers would make up an empty tokenizer for some families.
         raise InputError(f"model folder '{name}' has no tokenizer; save the tokenizer beside the model")
-    try:
+    with _refused(f"the tokenizer of '{name}' cannot be opened"):
         return AutoTokenizer.from_pretrained(location, **arguments)
-    except HUB_ERRORS as problem:
-        raise InputError(f"the tokenizer of '{name}' cannot be opened: {_first_line(problem)}") from problem
 
 
 def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
@@ -133,7 +129,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
         device: where to put the model.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: it cannot be read, or its files lack a weight (which transformers would fill with random numbers).
     """
     location, arguments = _where(name)
     device = torch.device(device)
@@ -147,13 +143,37 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(location, dtype=dtype, **arguments)
-    except HUB_ERRORS as problem:
-        raise InputError(f"model '{name}' cannot be loaded: {_first_line(problem)}") from problem
+        with _refused(f"model '{name}' cannot be loaded"):
+            # With the loading info it returns a pair, which transformers' types do not say.
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                location, dtype=dtype, output_loading_info=True, **arguments
+            )
+            model, loading = loaded
     finally:
         if bars:
             transformers_logging.enable_progress_bar()
-    return model.to(device).eval()  # pyright: ignore[reportArgumentType] - transformers types `to` as unbound
+    if missing := sorted(loading["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"the files of model '{name}' lack the weight '{missing[0]}'{more}: fetch it again, or mend its config"
+        )
+    return model.to(device).eval()
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Turn whatever a reader of files raises into one line.
+
+    For a name that nothing stands behind, a missing network, a broken file or a config that contradicts itself the
+    readers of transformers and safetensors raise a dozen kinds of errors with no common base.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as problem:
+        kind = "" if isinstance(problem, (OSError, ValueError)) else f"{type(problem).__name__}: "
+        raise InputError(f"{what}: {kind}{_first_line(problem)}") from problem
 
 
 def _first_line(problem: Exception) -> str:

@@ -1,15 +1,16 @@
 """An unfinished checkpoint: each compressed layer is on disk as soon as it is done, and the run can go on from there.
 
 Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json` and `coverage.json` (what all layers
-depend on), `layers/00000.safetensors` ... (the tensors of a layer, its outcome in the metadata) and `model/` (the
-final folder in the making). Every file appears by a rename, and `model/` becomes `<out>` by one.
+depend on), `layers/00000.safetensors` ... (the tensors of a layer, its outcome in the metadata), `hidden/` (hidden
+states that memory has no room for), `model/` (the final folder in the making) and `previous/` (the folder that it
+replaces). Every file appears by a rename, and `model/` becomes `<out>` by one. Nothing else is ever removed.
 """
 
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from .checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, write_json
+from .checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
 from .errors import InputError, WriteError
 from .safetensors_merge import Entry, merge, read_header
 from .surgery import BlockOutcome
 
 MAX_FILE_BYTES = 50 * 10**9
 """Above this a checkpoint stays in one file a layer, as transformers would split it too."""
+IDENTITY = "fingerprint.json"
+OWN = ("model", "previous", "rest.safetensors", "hidden", "layers", "scores.json", "coverage.json")
+"""What a partial folder may hold beside its fingerprint, which goes last, so that what is left of it is known again."""
 
 
 class PartialCheckpoint:
@@ -35,7 +39,7 @@ class PartialCheckpoint:
         out: the final folder.
         fingerprint: everything that decides the result, by field.
         resume: continue what `<out>.partial` holds; it must have the same fingerprint.
-        overwrite: discard an unfinished run, and replace an existing `out` at the end.
+        overwrite: discard an unfinished run that is not resumed, and replace an existing `out` at the end.
     """
 
     def __init__(self, out: Path, fingerprint: dict[str, Any], resume: bool, overwrite: bool) -> None:
@@ -47,21 +51,39 @@ class PartialCheckpoint:
         self.out, self.fingerprint = out, fingerprint
         self.folder = _partial(out)
         self._layers = self.folder / "layers"
-        identity = self.folder / "fingerprint.json"
-        if identity.is_file() and resume:
-            check_fingerprint(json.loads(identity.read_text(encoding="utf-8")), fingerprint, self.folder)
-            return
-        if identity.is_file() and not overwrite:
+        self._previous = self.folder / "previous"
+        if _is_run(self.folder):
+            if self._previous.is_dir() and not out.exists():
+                self._previous.rename(out)  # killed between the two renames of an earlier run's end
+            found = read_json(self.folder / IDENTITY)
+            if resume and (found == fingerprint or not overwrite):
+                check_fingerprint(found, fingerprint, self.folder)
+                shutil.rmtree(self.hidden, ignore_errors=True)
+                self._layers.mkdir(exist_ok=True)
+                return
+            if not overwrite:
+                raise InputError(
+                    f"'{self.folder}' holds an unfinished run: continue it with --resume, "
+                    "or discard it with --overwrite"
+                )
+            self.discard()
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise InputError(
-                f"'{self.folder}' holds an unfinished run: continue it with --resume, or discard it with --overwrite"
+                f"'{self.folder}', where an unfinished run is kept, exists and holds something else: "
+                "move it away, or choose another output"
             )
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._layers.mkdir(parents=True)
-        write_json(fingerprint, identity)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(fingerprint, self.folder / IDENTITY)
+        self._layers.mkdir()
+
+    @property
+    def hidden(self) -> Path:
+        """Where hidden states may be kept while the run goes on: the next try clears what a kill has left of them."""
+        return self.folder / "hidden"
 
     def discard(self) -> None:
-        """Remove everything: the run has failed in a way that going on would not mend."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove everything: the run has failed in a way that going on would not mend, or is done."""
+        _remove(self.folder)
 
     def finished_layers(self) -> int:
         """Return how many layers, from the first, are complete on disk."""
@@ -91,7 +113,7 @@ class PartialCheckpoint:
         path = self.folder / f"{name}.json"
         if not path.is_file():
             return None
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         return torch.tensor(found["values"], dtype=getattr(torch, found["dtype"]))
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
@@ -140,10 +162,10 @@ class PartialCheckpoint:
     def _publish(self, model: Path) -> None:
         """Give the finished folder its name; an existing one stays whole until then."""
         if self.out.exists():
-            shutil.rmtree(_previous(self.out), ignore_errors=True)
-            self.out.rename(_previous(self.out))
+            shutil.rmtree(self._previous, ignore_errors=True)
+            self.out.rename(self._previous)
         model.rename(self.out)
-        clear_leftovers(self.out)
+        self.discard()
 
     def _write_weights(self, files: list[Path], target: Path) -> None:
         entries: dict[str, Entry] = {}
@@ -198,22 +220,37 @@ def finished_report(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | 
     path = out / REPORT_NAME
     if not path.is_file():
         return None
-    report = json.loads(path.read_text(encoding="utf-8"))
+    report = read_json(path)
     return report if report.get("fingerprint") == fingerprint else None
 
 
-def clear_leftovers(out: Path) -> None:
-    """Remove what a finished run no longer needs: the layer files, and the folder that it replaced."""
-    shutil.rmtree(_partial(out), ignore_errors=True)
-    shutil.rmtree(_previous(out), ignore_errors=True)
+def clear_leftovers(out: Path, fingerprint: dict[str, Any]) -> None:
+    """Remove what a finished run no longer needs, if it was killed before it did so itself."""
+    folder = _partial(out)
+    if _is_run(folder) and read_json(folder / IDENTITY) == fingerprint:
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove what a run keeps in its partial folder, and the folder, if nothing else is in it."""
+    for name in OWN:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+            path.with_name(f"{name}.tmp").unlink(missing_ok=True)
+    (folder / IDENTITY).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / IDENTITY).is_file()
 
 
 def _partial(out: Path) -> Path:
     return out.with_name(out.name + ".partial")
-
-
-def _previous(out: Path) -> Path:
-    return out.with_name(out.name + ".previous")
 
 
 def _short(value: Any) -> str:

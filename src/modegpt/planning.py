@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from .allocation import Allocation, score_parts
 from .compress import prepare
 from .config import CompressionConfig
-from .errors import MissingExtraError
 from .own_text import LENGTH
+from .plots import require_matplotlib
 from .preparation import Source, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
@@ -57,7 +57,7 @@ def make_plan(
         "config": config.as_dict(),
         "temperature": allocation.temperature,
         "layers": layers,
-        **budget(sizes, allocation.ranks, dense, config.sparsity),
+        **budget(sizes, allocation.ranks, dense, config.asked),
         "kv_bytes_per_token": _cache_bytes(source, allocation, run.out_dtype),
         "estimate": estimate(source, sizes, config, run.device),
         "warnings": source.notes + allocation.warnings,
@@ -100,16 +100,20 @@ def estimate(
     }
 
 
+def require_plotting() -> None:
+    """Raise `MissingExtraError` unless a plan can be drawn."""
+    require_matplotlib("a plot", "plot")
+
+
 def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
     """Draw scores and sparsity by layer as bars, readable in print and without colour vision.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError("a plot", "matplotlib", "plot") from None
+    require_plotting()
+    from matplotlib.figure import Figure
+
     layers = plan["layers"]
     rule = plan["config"]["allocation"]
     scores = [score_parts(rule, layer["score"]) for layer in layers if layer["score"] is not None]

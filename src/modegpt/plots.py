@@ -37,12 +37,12 @@ STYLE: Any = {
 Values = Sequence[float | None]
 
 
-def require_matplotlib(purpose: str) -> None:
+def require_matplotlib(purpose: str, extra: str = "report") -> None:
     """Raise `MissingExtraError` unless matplotlib can be imported."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise MissingExtraError(purpose, "matplotlib", "report") from None
+        raise MissingExtraError(purpose, "matplotlib", extra) from None
 
 
 def lines(

@@ -1,6 +1,7 @@
 """Everything a run settles before its first block: the text, the sizes, the dtypes, where blocks come from."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
         generation_config, identity, notes = model.generation_config, _checksum(model), []
     else:
-        name = model
+        name = str(Path(model).resolve()) if Path(model).exists() else model
         config, architecture = check_model(name)
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)
@@ -129,10 +130,12 @@ def run_fingerprint(
     settings = config.as_dict()
     for irrelevant in ("device", "max_host_memory"):
         settings.pop(irrelevant, None)
+    model_config = json.loads(source.config.to_json_string(use_diff=False))
+    model_config.pop("_name_or_path", None)  # how the call spelled it: the weights are told by themselves
     ids = hashlib.sha256(text.windows.to(torch.int64).contiguous().numpy().tobytes()).hexdigest()
     return {
         "model": source.identity,
-        "model config": hashlib.sha256(source.config.to_json_string(use_diff=False).encode()).hexdigest(),
+        "model config": hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest(),
         "calibration tokens": ids,
         "output dtype": str(out_dtype).removeprefix("torch."),
         "device type": device.type,

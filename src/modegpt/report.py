@@ -48,13 +48,16 @@ def protocol() -> dict[str, Any]:
 
 
 def budget(
-    sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], n_parameters: int, requested: float
+    sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], n_parameters: int, requested: float | None
 ) -> dict[str, Any]:
-    """Return `sparsity` (requested, of the blocks, of the whole model) and `parameters` (dense, compressed)."""
+    """Return `sparsity` (requested, of the blocks, of the whole model) and `parameters` (dense, compressed).
+
+    `requested` is None for ranks that a plan gives: what it removes is what was asked for.
+    """
     removed = sum(size.removed(layer) for size, layer in zip(sizes, ranks, strict=True))
     shares = {"blocks": removed / sum(size.total for size in sizes), "total": removed / n_parameters}
     return {
-        "sparsity": {"requested": requested, **shares},
+        "sparsity": {"requested": shares["blocks"] if requested is None else requested, **shares},
         "parameters": {"dense": n_parameters, "compressed": n_parameters - removed},
     }
 

@@ -7,6 +7,7 @@ Section 3.3).
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .checkpoint import compressed_config
 from .config import MODULES, CompressionConfig
 from .damage import hold_out, measure_damages
 from .distributed import Team
-from .errors import NumericalError
+from .errors import InputError, NumericalError
 from .fisher import FisherProbe
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
@@ -53,6 +54,8 @@ class Run:
     progress: Progress | None
     made: dict[tuple[float, int], Tensor] = field(default_factory=dict)
     """Coverage windows by share and seed: the runs of a sweep make them once."""
+    spill: Path | None = None
+    """Where hidden states go that memory has no room for; None for the system's temporary folder."""
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -74,10 +77,13 @@ class Run:
 
     def to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
         """Run, writing each layer as it is done, and return the report. Only the main process has a `partial`."""
+        if partial is not None and self.team.size == 1:
+            self.spill = partial.hidden
         try:
             return self._to_folder(partial)
-        except NumericalError:
-            if partial is not None:
+        except (NumericalError, InputError) as problem:
+            # A wrong call has cost nothing yet; the layers of a broken model would not mend it.
+            if partial is not None and (isinstance(problem, NumericalError) or not partial.finished_layers()):
                 partial.discard()
             raise
 
@@ -275,7 +281,7 @@ class Run:
     def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
         with self.watch.stage("embed"):
             limit = self.config.max_host_memory
-            hidden = HiddenStates(None if limit is None else limit // streams)
+            hidden = HiddenStates(None if limit is None else limit // streams, self.spill)
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
 
     def _batch_size(self, seq_len: int) -> int:
@@ -310,7 +316,7 @@ class Run:
             "architecture": source.architecture.model_type,
             "calibration": self.text.about,
             "config": config.as_dict(),
-            **budget(self.sizes, allocation.ranks, n_parameters, config.sparsity),
+            **budget(self.sizes, allocation.ranks, n_parameters, config.asked),
             "allocation": {
                 "rule": config.allocation,
                 "temperature": allocation.temperature,

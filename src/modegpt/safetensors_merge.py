@@ -36,13 +36,17 @@ def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or 8 + length > path.stat().st_size:
             raise ValueError(f"'{path}' is truncated or is not a safetensors file")
-        header: dict[str, Any] = json.loads(file.read(length))
-    metadata = header.pop("__metadata__", {})
-    start = 8 + length
-    entries = {}
-    for name, item in header.items():
-        first, end = item["data_offsets"]
-        entries[name] = Entry(path, start + first, end - first, item["dtype"], item["shape"])
+        encoded = file.read(length)
+    try:
+        header: dict[str, Any] = json.loads(encoded)
+        metadata = header.pop("__metadata__", {})
+        start = 8 + length
+        entries = {}
+        for name, item in header.items():
+            first, end = item["data_offsets"]
+            entries[name] = Entry(path, start + first, end - first, item["dtype"], item["shape"])
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"'{path}' is not a safetensors file: its header cannot be read") from problem
     if entries and max(entry.start + entry.size for entry in entries.values()) != path.stat().st_size:
         raise ValueError(f"'{path}' is truncated: its data is shorter than its header says")
     return entries, metadata

@@ -18,44 +18,53 @@ from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
-from .safetensors_merge import read_header
+from .safetensors_merge import Entry, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def find_tensors(folder: Path) -> dict[str, Path]:
-    """Return the file that holds each tensor of a checkpoint folder, empty if it has no safetensors files.
+def find_tensors(folder: Path) -> dict[str, Entry]:
+    """Return where each tensor of a checkpoint folder is, empty if it has no safetensors files.
+
+    As in transformers a single file goes before an index, which may be left of a checkpoint that it replaced.
 
     Raises:
-        InputError: the index names a file that is missing, or a file is truncated.
+        InputError: the index names a file that is missing, or it or a file is broken.
     """
     index = folder / INDEX
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    if (folder / SINGLE).is_file():
+        names = [SINGLE]
+    elif index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise InputError(f"'{index}' is no index of safetensors files: fetch it again") from problem
     else:
-        names = [SINGLE] if (folder / SINGLE).is_file() else []
-    found: dict[str, Path] = {}
+        names = []
+    found: dict[str, Entry] = {}
     for file in (folder / name for name in names):
         if not file.is_file():
             raise InputError(f"the checkpoint's index names '{file.name}', which is not in '{folder}': fetch it again")
         try:
-            found |= dict.fromkeys(read_header(file)[0], file)
+            found |= read_header(file)[0]
         except ValueError as problem:
             raise InputError(f"shard {problem}: fetch it again") from problem
     return found
 
 
-def why_not_streamable(files: dict[str, Path], model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
+def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
     """Return why a checkpoint cannot be streamed (`model` is its skeleton, `layers` its blocks), or None if it can."""
     if not files:
         return "it has no safetensors files"
     hidden = [name for module in layers.modules() for name in module._non_persistent_buffers_set]
     if hidden:
         return f"its blocks hold a buffer ('{hidden[0]}') that no file stores"
-    missing = [name for name in required_tensors(model) if _stored_name(name, files, model) is None]
-    if missing:
-        return f"its shards store '{missing[0]}' under another name or shape"
+    wanted = model.state_dict()
+    for name in required_tensors(model):
+        stored = _stored_name(name, files, model)
+        if stored is None or files[stored].shape != list(wanted[name].shape):
+            return f"its shards store '{name}' under another name or shape"
     return None
 
 
@@ -63,7 +72,7 @@ class ShardBlocks:
     """The blocks of a checkpoint folder, one at a time.
 
     Args:
-        files: the file of each tensor, from `find_tensors`.
+        files: where each tensor is, from `find_tensors`.
         model: the checkpoint's skeleton.
         layers: the skeleton's blocks.
         dtype: to run in.
@@ -72,7 +81,7 @@ class ShardBlocks:
 
     def __init__(
         self,
-        files: dict[str, Path],
+        files: dict[str, Entry],
         model: PreTrainedModel,
         layers: nn.ModuleList,
         dtype: torch.dtype,
@@ -152,16 +161,15 @@ class ShardBlocks:
             module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
 
     def _load(self, module: nn.Module, prefix: str, device: torch.device) -> None:
-        for name, parameter in list(module.named_parameters()):
+        for name in [name for name, _parameter in module.named_parameters()]:
             path, _, key = name.rpartition(".")
             tensor = self._read(prefix + name).to(device, self.dtype)
-            assert tensor.shape == parameter.shape
             setattr(module.get_submodule(path), key, nn.Parameter(tensor, requires_grad=False))
 
     def _read(self, name: str) -> Tensor:
         stored = _stored_name(name, self._files, self.model)
         assert stored is not None
-        with safe_open(self._files[stored], framework="pt") as file:
+        with safe_open(self._files[stored].path, framework="pt") as file:
             # A copy, so that the pages of the memory-mapped file are given back with it.
             return file.get_tensor(stored).clone()
 
@@ -174,10 +182,10 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def fingerprint(files: dict[str, Path]) -> dict[str, str]:
+def fingerprint(files: dict[str, Entry]) -> dict[str, str]:
     """Identify each shard by size, header, and the first and last mebibyte of its data: a few milliseconds each."""
     result = {}
-    for path in sorted(set(files.values())):
+    for path in sorted({entry.path for entry in files.values()}):
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with path.open("rb") as file:

@@ -5,7 +5,6 @@ done), `scores.json`, `models/0.3/` (the checkpoints, only while they are measur
 `sweep.json` and the plots `perplexity.svg`, `accuracy.svg` and `throughput.svg`, each where there are figures for it.
 """
 
-import json
 import os
 import shutil
 import time
@@ -21,12 +20,13 @@ from transformers import PreTrainedModel
 
 from . import plots
 from .benchmark import BenchSettings, benchmark, check_settings
-from .checkpoint import REPORT_NAME, write_json
+from .checkpoint import REPORT_NAME, read_json, write_json
 from .compress import prepare
 from .config import DTYPES, CompressionConfig
 from .errors import InputError
 from .inspection import describe
 from .measures import Measures, Quality
+from .measuring import seen_text
 from .models import open_config, open_model, resolve_device
 from .partial import PartialCheckpoint, check_fingerprint, finished_report
 from .preparation import Text, open_text, run_fingerprint
@@ -69,8 +69,8 @@ def sweep(
         progress: called with the point and its stage, the steps done and the steps in all.
 
     Returns:
-        `model`, `calibration`, `config`, `measures`, `points` and `protocol`, as in `sweep.json`; the keys are in
-        docs/json-output.md.
+        `model`, `calibration`, `config`, `measures`, `points`, `warnings` and `protocol`, as in `sweep.json`; the keys
+        are in docs/json-output.md.
 
     Raises:
         InputError: the call is wrong, or the folder holds points of another model, data or setting.
@@ -84,6 +84,7 @@ def sweep(
         raise InputError("a sweep runs in one process; start it without torchrun")
     work = _Sweep(str(model), calibration, out, config, measures, keep_models, overwrite, progress)
     known = {name: work.finished(name, own) for name, own in ((DENSE, None), *configs.items())}
+    work.check_reachable({name: own for name, own in configs.items() if known[name] is None})
     points = [known[DENSE] or work.measure_dense()]
     points += [known[name] or work.measure_point(name, own) for name, own in configs.items()]
     table = {
@@ -92,6 +93,7 @@ def sweep(
         "config": {key: value for key, value in config.as_dict().items() if key != "sparsity"},
         "measures": work.about,
         "points": [{key: value for key, value in point.items() if key != "fingerprint"} for point in points],
+        "warnings": seen_text(str(calibration), measures.data),
         **protocol(),
     }
     write_json(table, out / "sweep.json")
@@ -145,13 +147,13 @@ class _Sweep:
         self.text: Text = open_text(calibration, config, model, None)
         self.quality = Quality(measures, dense_config, self.text.tokenizer)
         self.dtype = _stored_dtype(config, dense_config)
-        if overwrite:
-            for part in ("points", "models"):
-                shutil.rmtree(out / part, ignore_errors=True)
-            (out / "scores.json").unlink(missing_ok=True)
         self.dense = open_model(model, "auto", self.device)
         self.run: Run = prepare(self.dense, self.text.windows, replace(config, dtype=self.dtype), None, None)
         self.run.text, self.run.source.name = self.text, model
+        if overwrite:  # only now that everything has been opened
+            for part in ("points", "models"):
+                shutil.rmtree(out / part, ignore_errors=True)
+            (out / "scores.json").unlink(missing_ok=True)
         (out / "points").mkdir(parents=True, exist_ok=True)
 
     @property
@@ -166,11 +168,16 @@ class _Sweep:
         file = self._file(name)
         if not file.is_file():
             return None
-        point = json.loads(file.read_text(encoding="utf-8"))
+        point = read_json(file)
         check_fingerprint(point["fingerprint"], self._fingerprint(config), file)
         # A checkpoint that is wanted now and was not kept then takes the whole point again.
         missing = config is not None and self.keep_models and not (self.out / "models" / name).is_dir()
         return None if missing else point
+
+    def check_reachable(self, configs: dict[str, CompressionConfig]) -> None:
+        """Refuse a sparsity that the settings cannot reach, before any is measured."""
+        for name, config in configs.items():
+            self._run(config, name).allocate(self.scores)
 
     def measure_dense(self) -> dict[str, Any]:
         """Measure the dense model."""
@@ -223,7 +230,7 @@ class _Sweep:
         """Scores of the dense blocks, or those of an earlier, equal call; None for a rule without scores."""
         file, run = self.out / "scores.json", self._run(replace(self.run.config, sparsity=0.0), "")
         identity = self._identity(run)
-        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        kept = read_json(file) if file.is_file() else {}
         if kept.get("fingerprint") == identity:
             return torch.tensor(kept["scores"], dtype=torch.float64)
         scores = run.scores()

@@ -156,12 +156,6 @@ def test_other_attention_kernels_get_what_the_stock_layers_give_them(pair: Pair,
     assert len(seen[0]) == 2 * pair.family.dims.n_layers
 
 
-def test_no_plan_shards_by_heads_of_one_size(pair: Pair):
-    """The stock plans cut projections as if all heads had the dense size."""
-    config = pair.compressed.config
-    assert (config.base_model_tp_plan, config.base_model_pp_plan, config.base_model_fsdp_plan) == (None, None, None)
-
-
 ROPE_SCALINGS = {
     "llama3": {
         "rope_type": "llama3",

@@ -96,7 +96,7 @@ def test_pipeline(pair: Pair, tokenizer):
 
 
 def test_a_continuous_batch_gives_the_same_tokens(pairs: dict[str, Pair]):
-    """What `transformers serve` runs: requests share a cache whose pages have the dense head dim in every layer."""
+    """Requests share a cache whose pages have the dense head dim in every layer."""
     pair, prompts = pairs["llama-grouped"], tokens(rows=2, length=9)
     assert {rank["qk"] for rank in pair.family.ranks()} != {pair.family.dims.d_head}, "nothing would be padded"
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1)

@@ -55,12 +55,18 @@ def architecture_of(config: Any) -> Architecture:
     """Return the architecture of a dense model's config.
 
     Raises:
-        InputError: the model is already compressed, or its family or something in its config is not
+        InputError: the model is already compressed or quantized, or its family or something in its config is not
             supported; the message says what.
     """
     model_type = config.model_type
     if getattr(config, "modegpt", None):
         raise InputError(f"the model is already compressed (model_type '{model_type}'): give the dense model")
+    if quantization := getattr(config, "quantization_config", None):
+        about = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        raise InputError(
+            f"the model is quantized ({about.get('quant_method', 'by a method that its config does not name')}): give "
+            "its checkpoint in 16 or 32 bits, and quantize the compressed model"
+        )
     if model_type not in ARCHITECTURES:
         reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
         raise InputError(

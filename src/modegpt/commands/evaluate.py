@@ -48,7 +48,8 @@ def evaluate(
     check_json(json_file)
     quiet()
     from ..calibration import check_source, start_token
-    from ..measuring import common_window, open_texts
+    from ..inspection import calibrated_on
+    from ..measuring import common_window, open_texts, seen_text
     from ..models import open_config, open_model, open_tokenizer, resolve_device
     from ..progress import ProgressBar
     from ..report import protocol
@@ -77,6 +78,7 @@ def evaluate(
             measured.append({"model": model, **about, **found, "over_first": over})
             del network  # before the next is loaded, or memory would have to hold two
     warnings = _warnings(measured, texts)
+    warnings += dict.fromkeys(text for model in models for text in seen_text(calibrated_on(model) or "", data))
     about = {"model": models[0], "models": models, "dtype": measured[0]["dtype"], "device": str(target)}
     about |= {"split": "evaluation", **bounds._asdict(), "stride": bounds.seq_len}
     about["start_token"] = start_token(configs[models[0]], tokenizers[models[0]])

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from ..cli_support import DEVICE, JSON, check_json, check_positive, console, emit, quiet
+from ..cli_support import DEVICE, JSON, check_file, check_json, check_positive, console, emit, quiet
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 
@@ -65,7 +65,13 @@ def report(
                 progress=progress,
             )
         evals += measured
-    result = write_report(folder, target, evals=evals, bench=bench, samples=samples, dense=against)
+    try:
+        result = write_report(folder, target, evals=evals, bench=bench, samples=samples, dense=against)
+    except (KeyError, TypeError, AttributeError, IndexError) as problem:
+        if not eval_files and bench_file is None:
+            raise
+        given = ", ".join(str(path) for path in (*eval_files, *([bench_file] if bench_file else [])))
+        raise InputError(f"{given}: a figure is missing ({problem}); write the file with modegpt again") from problem
     emit(result, json_file)
     console(json_file).print(f"written to {target}, {result['bytes'] / 1e3:.0f} kB", markup=False, soft_wrap=True)
 
@@ -75,10 +81,8 @@ def _target(folder: Path, out: Path | None) -> Path:
     from ..html_report import PAGE_NAME
 
     target = out if out is not None else folder / PAGE_NAME
-    if target.is_dir():
-        raise InputError(f"--out '{target}' is a folder; give a file name")
-    if out is not None and not target.absolute().parent.is_dir():
-        raise InputError(f"--out '{target}': the folder '{target.parent}' does not exist; create it first")
+    if out is not None or folder.is_dir():  # a folder that is not there is told of as what it is
+        check_file("--out", target)
     return target
 
 

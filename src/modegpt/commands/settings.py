@@ -9,6 +9,7 @@ import typer
 
 from ..cli_support import DEVICE, names, number_or_auto
 from ..config import DTYPES, CompressionConfig
+from ..errors import InputError
 
 DEFAULTS = CompressionConfig()
 HELP = {
@@ -87,5 +88,8 @@ def _config(given: dict[str, Any]) -> CompressionConfig:
     if (file := given.get("plan")) is not None:
         from ..plan_file import read_plan
 
+        for field in ("sparsity", "allocation"):
+            if given.get(field, getattr(DEFAULTS, field)) != getattr(DEFAULTS, field):
+                raise InputError(f"--plan gives the ranks of every layer: leave out --{field}")
         given |= {"plan": read_plan(file), "allocation": "plan"}
     return CompressionConfig(**given)

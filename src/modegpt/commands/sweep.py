@@ -69,6 +69,8 @@ def sweep(
     emit(result, json_file)
     screen = console(json_file)
     screen.print(_table(result))
+    for warning in result["warnings"]:
+        screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
     screen.print(f"written to {out}", markup=False, soft_wrap=True)
 
 

@@ -1,0 +1,122 @@
+"""Models whose files are not what they seem: each is refused by name, and none is compressed into something else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from modegpt import CompressionConfig, InputError, compress
+from modegpt.compress import compress_to_folder
+from modegpt.models import open_model, open_tokenizer
+
+CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
+WINDOWS = torch.arange(128).view(4, 32)
+
+
+@pytest.fixture
+def model(tiny_llama_dir: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return shutil.copytree(tiny_llama_dir, tmp_path / "model")
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def refused(model: Path, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        compress_to_folder(model, WINDOWS, model.parent / "out", CONFIG)
+    assert sorted(path.name for path in model.parent.iterdir()) == ["model"]
+
+
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "gptq"])
+def test_quantized_weights_are_refused_by_name(model: Path, method: str):
+    edit_config(model, quantization_config={"quant_method": method})
+    refused(model, f"quantized \\({method}\\).*16 or 32 bits")
+
+
+def test_a_quantized_model_in_memory_is_refused():
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=128))
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(InputError, match="quantized"):
+        compress(model, WINDOWS, CONFIG)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
+def test_a_weight_that_no_file_holds_is_not_made_up(model: Path, name: str):
+    edit_weights(model, lambda tensors: tensors.pop(name))
+    refused(model, f"lack the weight '{name}'.*fetch it again")
+    with pytest.raises(InputError, match=f"lack the weight '{name}'"):
+        open_model(str(model))
+
+
+def test_layers_that_no_file_holds_are_not_made_up(model: Path):
+    layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    edit_config(model, num_hidden_layers=layers + 1)
+    refused(model, f"lack the weight 'model.layers.{layers}.*and 8 more")
+
+
+def test_a_single_file_goes_before_an_index_that_is_left_over(model: Path, tmp_path: Path):
+    fresh = AutoModelForCausalLM.from_pretrained(model)
+    shards = tmp_path / "shards"
+    with torch.no_grad():
+        fresh.model.layers[0].mlp.up_proj.weight.mul_(2)
+    fresh.save_pretrained(shards, max_shard_size="50kB")
+    expected = compress(str(model), WINDOWS, CONFIG).state_dict()
+    index = "model.safetensors.index.json"
+    shutil.copy(shards / index, model / index)  # as save_pretrained over a folder of shards leaves it
+    for name, tensor in compress(str(model), WINDOWS, CONFIG).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+    for shard in shards.glob("model-*.safetensors"):
+        shutil.copy(shard, model)
+    for name, tensor in compress(str(model), WINDOWS, CONFIG).state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_shape_that_contradicts_the_config_is_one_line(model: Path):
+    def halve(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name][::2].contiguous()
+
+    edit_weights(model, halve)
+    refused(model, "cannot be loaded")
+
+
+def test_a_config_that_contradicts_itself_is_one_line(model: Path):
+    edit_config(model, hidden_size="64")
+    refused(model, "cannot be opened: .*hidden_size")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x08\x00\x00\x00\x00\x00\x00\x00{}{}{}{}", b"\x02\x00\x00\x00\x00\x00\x00\x00[]"]
+)
+def test_a_file_that_is_no_safetensors_file_is_named(model: Path, content: bytes):
+    (model / "model.safetensors").write_bytes(content)
+    refused(model, r"model\.safetensors.*fetch it again")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        open_model(str(model))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}'])
+def test_a_broken_index_is_named(model: Path, content: str):
+    (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    (model / "model.safetensors.index.json").write_text(content)
+    refused(model, r"index\.json' is no index.*fetch it again")
+
+
+def test_a_broken_tokenizer_is_one_line(model: Path):
+    (model / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(InputError, match=r"the tokenizer of .* cannot be opened"):
+        open_tokenizer(str(model))
