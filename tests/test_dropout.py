@@ -6,6 +6,7 @@ from transformers import GPT2Config, OPTConfig, PreTrainedConfig, Starcoder2Conf
 
 from conformance.families import GROUPED, NO_WIDTH, OPT_SIZES, SIZES, Family, tokens
 from conformance.helpers import compressed_from
+from modegpt import CompressionConfig, compress
 
 DROPPING = {
     "starcoder2": lambda share: Starcoder2Config(**SIZES, **GROUPED, residual_dropout=share),
@@ -33,3 +34,17 @@ def test_the_same_seed_drops_the_same(name: str):
     undropped, _, dropped, compressed = outputs
     assert torch.equal(compressed, dropped)
     assert not torch.equal(dropped, undropped), "nothing was dropped"
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_a_model_in_training_mode_is_compressed_without_its_dropout(name: str):
+    """And is in training mode again afterwards."""
+    dense = Family(name, lambda: made(name, 0.5)).dense()
+    config = CompressionConfig(sparsity=0.25)
+    expected = compress(dense.eval(), tokens(rows=8, length=32), config).state_dict()
+    found = compress(dense.train(), tokens(rows=8, length=32), config)
+    assert dense.training
+    assert all(module.training for module in dense.modules())
+    assert not found.training
+    for key, tensor in found.state_dict().items():
+        assert torch.equal(tensor, expected[key]), key

@@ -183,6 +183,21 @@ def test_a_mean_that_a_bias_can_carry_is_kept_exactly(solver: str):
     )
 
 
+def test_states_that_hardly_vary_are_constants():
+    """What float32 leaves of them would have negative directions, of which no solver could make anything."""
+    torch.manual_seed(5)
+    dims, count = dims_of(), 6
+    z = normal(TOKENS, dims.d_int)
+    z[:, :count] = 100 + 1e-2 * normal(TOKENS, count)  # variance over mean square: 1e-8
+    moments = moments_of(dims, mlp=z)
+    moments.sums["mlp"] = (z.float().mT @ z.float()).double()
+    left = centred(moments, "mlp")
+    assert not left[:count].any()
+    assert not left[:, :count].any()
+    rest = z[:, count:] - z[:, count:].mean(0)
+    torch.testing.assert_close(left[count:, count:], rest.mT @ rest, rtol=1e-4, atol=1e-4 * TOKENS)
+
+
 @pytest.mark.parametrize("solver", ["energy", "saliency"])
 def test_with_a_bias_the_error_is_of_what_varies_and_without_one_of_everything(solver: str):
     torch.manual_seed(4)

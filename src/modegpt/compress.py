@@ -1,6 +1,7 @@
 """Compressing a model: into memory, or into a folder as it goes. What happens to the blocks stands in `run.py`."""
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .checkpoint import build, check_output
 from .config import CompressionConfig
 from .distributed import join_team
+from .evaluate import evaluating
 from .models import resolve_device
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import layer_sizes, open_source, open_text, run_fingerprint
@@ -55,12 +57,18 @@ def compress(
         compressed = AutoModelForCausalLM.from_pretrained(out)
     else:
         run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
-        state, report = run.in_memory()
+        with evaluation_mode(model):
+            state, report = run.in_memory()
         compressed = build(run.compressed_config([layer["shape"] for layer in report["layers"]]), state)
         if run.source.generation_config is not None:
             compressed.generation_config = copy.deepcopy(run.source.generation_config)
     compressed.modegpt_report = report  # pyright: ignore[reportArgumentType] - a plain attribute
     return compressed
+
+
+def evaluation_mode(model: object) -> AbstractContextManager[None]:
+    """Keep a model in memory in evaluation mode while it runs: dropout would be measured with the rest."""
+    return evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext()
 
 
 def compress_to_folder(
@@ -92,7 +100,8 @@ def compress_to_folder(
             clear_leftovers(out, identity)  # the run may have been killed between its last rename and this
         return finished
     check_output(out, overwrite)
-    return run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
+    with evaluation_mode(model):
+        return run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
 
 
 def prepare(

@@ -24,6 +24,7 @@ from .surgery import compress_block, needed_moments
 HELD_TOKENS = 1024
 """Tokens of text, and of what the model writes, on which damage is measured; at most a quarter of the text's windows.
 The trials carry them through the model, `3L²/2` blocks in all."""
+HELD_LENGTH = 512
 SEEN_COST, LOGIT_COST = 2, 1500
 """What the progress bar reckons with, measured on SmolLM2-135M and a CPU: a token on which moments are taken costs 2.2
 passes of a held token, solvers included; the float64 divergence of a logit takes the time of 1500 multiplications."""
@@ -35,7 +36,7 @@ that of the written continuations, so that all their tokens get their turn."""
 def hold_out(windows: Tensor, n_processes: int) -> tuple[Tensor, Tensor]:
     """Divide calibration windows into those that solvers see and those on which the damage is measured.
 
-    Of a long window its first `HELD_TOKENS` are enough.
+    Of a long window its first `HELD_LENGTH` tokens are enough: two texts tell more than one twice as long.
 
     Args:
         windows: `(samples, seq_len)` token ids.
@@ -44,12 +45,13 @@ def hold_out(windows: Tensor, n_processes: int) -> tuple[Tensor, Tensor]:
     Returns:
         The seen and the held windows; the held ones are evenly spaced.
     """
-    wanted = -(-HELD_TOKENS // windows.shape[1])
+    length = min(windows.shape[1], HELD_LENGTH)
+    wanted = -(-HELD_TOKENS // length)
     count = max(1, min(wanted, len(windows) // 4))
     seen = torch.ones(len(windows), dtype=torch.bool)
     held = torch.arange(count) * len(windows) // count
     seen[held] = False
-    return windows[seen] if int(seen.sum()) >= n_processes else windows, windows[held, :HELD_TOKENS]
+    return windows[seen] if int(seen.sum()) >= n_processes else windows, windows[held, :length]
 
 
 def trial_ranks(size: LayerSizes, config: CompressionConfig) -> dict[str, int]:

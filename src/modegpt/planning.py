@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .allocation import Allocation, score_parts
-from .compress import prepare
+from .compress import evaluation_mode, prepare
 from .config import CompressionConfig
 from .own_text import LENGTH
 from .plots import require_matplotlib
@@ -40,7 +40,8 @@ def make_plan(
     """
     text = calibration if config.allocation in NEEDS_TEXT else plain_text(config)
     run = prepare(model, text, config, tokenizer, progress)
-    scores = run.scores()
+    with evaluation_mode(model):
+        scores = run.scores()
     allocation = run.allocate(scores)
     source, sizes = run.source, run.sizes
     dense = sum(parameter.numel() for parameter in source.blocks.model.parameters())

@@ -15,7 +15,8 @@ def own_share(gates: Tensor, ridge: float) -> Tensor:
 
     If gates and inputs were independent, and each up row free to feed any output, `κ_i` of a neuron's energy would be
     lost where it alone goes: the up rows of the others make up for the rest, as `folded_up` lets them in part. So it
-    weighs the scores by which neurons are chosen. A gate that never opens has 0. Cost: `2 d_int³/3` operations.
+    weighs the scores by which neurons are chosen. Of a gate that was never seen open nothing is known, and no other
+    tells it: it has 1. Cost: `2 d_int³/3` operations.
 
     Args:
         gates: `(d_int, d_int)` second moment `A = Σ a aᵀ` of the gates' activations.
@@ -32,7 +33,7 @@ def own_share(gates: Tensor, ridge: float) -> Tensor:
     size = gates.diagonal()
     alive = size > 0
     lower, _jitter = psd.cholesky(gates, torch.where(alive, ridge * size, 1))
-    return torch.where(alive, 1 / ((1 + ridge) * size * psd.inverse_diagonal(lower)), 0).clamp_max(1)
+    return torch.where(alive, 1 / ((1 + ridge) * size * psd.inverse_diagonal(lower)), 1).clamp_max(1)
 
 
 def folded_up(gates: Tensor, up: Tensor, down: Tensor, kept: Tensor, refitted: Tensor, ridge: float) -> Tensor:
@@ -45,8 +46,9 @@ def folded_up(gates: Tensor, up: Tensor, down: Tensor, kept: Tensor, refitted: T
         (K + μ diag K) P = ((Ŵᵀ V) ∘ A_S:) U,   K = (Ŵᵀ Ŵ) ∘ A_SS.
 
     They are not, so this is no optimum, and the ridge stands for the line search that it would need (docs/log.md).
-    `K` is positive semidefinite (Schur's product theorem). Cost: `rank³/3 + 2·rank²·d_model + 4·rank·d_int·d_model`
-    operations.
+    As it is relative to each gate's own energy, the row of one that was hardly seen open would be changed without
+    bound: none is changed by more than its own norm. `K` is positive semidefinite (Schur's product theorem). Cost:
+    `rank³/3 + 2·rank²·d_model + 4·rank·d_int·d_model` operations.
 
     Args:
         gates: `(d_int, d_int)` second moment `A = Σ a aᵀ` of the gates' activations.
@@ -68,4 +70,6 @@ def folded_up(gates: Tensor, up: Tensor, down: Tensor, kept: Tensor, refitted: T
     rows = gates[kept]
     system = (refitted.mT @ refitted) * rows[:, kept]
     system.diagonal().mul_(1 + ridge)
-    return up[kept] + psd.solve(system, ((refitted.mT @ lost) * rows) @ up).x
+    own, change = up[kept], psd.solve(system, ((refitted.mT @ lost) * rows) @ up).x
+    norms = change.norm(dim=1, keepdim=True)
+    return own + change * (own.norm(dim=1, keepdim=True) / torch.where(norms > 0, norms, 1)).clamp_max(1)

@@ -44,9 +44,10 @@ def gram(query: Tensor, key: Tensor, attention: Tensor, rotary_dim: int) -> Tens
         attention: `(..., n_queries, n_keys)` attention of the dense model; each row sums to 1.
         rotary_dim: leading coordinates under the rotary embedding.
     """
+    # Centred before the product: keys share large components, and their squares would cancel to rounding error.
     mean = attention @ key
-    spread = key[..., None, :, :] * attention.sqrt()[..., None]
-    covariance = spread.mT @ spread - mean[..., :, None] * mean[..., None, :]
+    spread = (key[..., None, :, :] - mean[..., :, None, :]) * attention.sqrt()[..., None]
+    covariance = spread.mT @ spread
     # A query's features are linear in the key: f = T k, so its Gram matrix is T Cov_a(k) Tᵀ.
     left = _linear(query, covariance, rotary_dim)
     return _linear(query, left.mT, rotary_dim).sum(-3)
@@ -112,7 +113,7 @@ def _eliminate(
     scale = moment.diagonal(dim1=1, dim2=2).clamp_min(0)
     floor = torch.finfo(moment.dtype).eps * scale.amax(1, keepdim=True)
     damped = moment + torch.diag_embed(ridge * scale + torch.where(floor > 0, floor, 1))
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    inverse = torch.stack([torch.cholesky_inverse(psd.cholesky(head).lower) for head in damped])
     x = coefficients.expand(n_heads, -1).clone()
     pairs, plain = list(range(half)), list(range(rotary_dim, d_head))
     while len(pairs) > n_pairs or len(plain) > n_plain:

@@ -1,0 +1,76 @@
+"""Where results go: files are whole or not there, pipes and links stay what they are, and a target is checked first."""
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from modegpt.cli import app
+
+
+def modegpt(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.fixture
+def plan(tiny_llama_dir: Path) -> tuple[object, ...]:
+    return "plan", tiny_llama_dir, "--sparsity", 0.25, "--samples", 8, "--seq-len", 64
+
+
+def test_json_goes_into_a_pipe(plan: tuple[object, ...], tmp_path: Path):
+    pipe, read = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    assert modegpt(*plan, "--json", pipe).exit_code == 0
+    reader.join(timeout=10)
+    assert json.loads(read[0])["layers"]
+    assert pipe.is_fifo()
+
+
+def test_json_goes_where_a_link_points_to(plan: tuple[object, ...], tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for _ in range(2):
+        assert modegpt(*plan, "--json", tmp_path / "link").exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert json.loads((tmp_path / "file").read_text())["layers"]
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--json", "/proc/plan.json"], "nothing can be written to '/proc'"),
+        (["--json", "{tmp}/none/plan.json"], "none' does not exist"),
+        (["--plot", "{tmp}/none/plan.png"], "none' does not exist"),
+        (["--plot", "{tmp}/plan.xyz"], ".png, .svg, .pdf"),
+        (["--plot", "{tmp}"], "is a folder"),
+    ],
+)
+def test_a_target_is_checked_before_the_work(options: list[str], word: str, tmp_path: Path):
+    """There is no such model, which would be told first if it were opened first."""
+    result = modegpt("plan", tmp_path / "no model", *(option.format(tmp=tmp_path) for option in options))
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_what_is_no_terminal_cuts_no_figure_short(plan: tuple[object, ...], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    result = modegpt(*plan)
+    assert "…" not in result.stdout
+    header = next(line for line in result.stdout.splitlines() if "value-output" in line)
+    assert "query-key" in header
+    assert "parameters" in header
+
+
+def test_a_plan_and_a_share_contradict_each_other(plan: tuple[object, ...], tiny_llama_dir: Path, tmp_path: Path):
+    file = tmp_path / "plan.json"
+    assert modegpt(*plan, "--json", file).exit_code == 0
+    call = ("compress", tiny_llama_dir, "--out", tmp_path / "out", "--plan", file)
+    for option, value in (("--sparsity", 0.5), ("--allocation", "influence")):
+        result = modegpt(*call, option, value)
+        assert result.exit_code == 2
+        assert f"leave out {option}" in result.stderr

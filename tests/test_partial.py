@@ -1,0 +1,142 @@
+"""What a run leaves, takes and removes in the file system: nothing but its own."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from modegpt import CompressionConfig, InputError
+from modegpt.compress import compress_to_folder
+from modegpt.partial import PartialCheckpoint
+
+CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
+WINDOWS = torch.arange(128).view(4, 32)
+RUN = {"setting": 1}
+
+
+def unfinished(out: Path) -> Path:
+    """Begin a run as a kill would leave it."""
+    return PartialCheckpoint(out, RUN, False, False).folder
+
+
+@pytest.mark.parametrize("suffix", ["partial", "previous"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_folders_beside_the_output_are_left_alone(tiny_llama_dir: Path, tmp_path: Path, suffix: str, overwrite: bool):
+    out, own = tmp_path / "out", tmp_path / f"out.{suffix}"
+    if overwrite:
+        out.mkdir()
+    (own / "model").mkdir(parents=True)
+    (own / "model" / "mine.txt").write_text("precious")
+    if suffix == "partial":
+        with pytest.raises(InputError, match=r"out\.partial'.*holds something else: move it away"):
+            compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, overwrite=overwrite)
+    else:
+        compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, overwrite=overwrite)
+        assert (out / "report.json").is_file()
+    assert (own / "model" / "mine.txt").read_text() == "precious"
+
+
+def test_a_file_put_into_a_partial_folder_outlives_it(tmp_path: Path):
+    folder = unfinished(tmp_path / "out")
+    (folder / "notes.txt").touch()
+    PartialCheckpoint(tmp_path / "other", RUN, False, False).discard()
+    assert not (tmp_path / "other.partial").exists()
+    with pytest.raises(InputError, match="holds something else"):
+        PartialCheckpoint(tmp_path / "out", RUN, False, True)
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("inside", ["", "deep/inside"])
+def test_the_model_that_is_read_is_never_replaced(tiny_llama_dir: Path, tmp_path: Path, inside: str):
+    out = tmp_path / "out"
+    model = shutil.copytree(tiny_llama_dir, out / inside)
+    (tmp_path / "link").symlink_to(out)
+    for given in (out, tmp_path / "link"):
+        for resume in (False, True):
+            with pytest.raises(InputError, match="holds the model"):
+                compress_to_folder(model, WINDOWS, given, CONFIG, overwrite=True, resume=resume)
+    assert (model / "model.safetensors").is_file()
+
+
+def test_of_a_link_the_target_is_replaced(tiny_llama_dir: Path, tmp_path: Path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.mkdir()
+    link.symlink_to(target)
+    for _ in range(2):
+        compress_to_folder(tiny_llama_dir, WINDOWS, link, CONFIG, overwrite=True)
+        assert link.is_symlink()
+        assert (target / "report.json").is_file()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_the_folder_here_can_be_replaced(tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    compress_to_folder(tiny_llama_dir, WINDOWS, ".", CONFIG, overwrite=True)
+    assert (tmp_path / "here" / "report.json").is_file()
+
+
+def test_killed_between_its_two_last_renames_it_loses_neither_folder(tmp_path: Path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").touch()
+    folder = unfinished(out)
+    out.rename(folder / "previous")
+    PartialCheckpoint(out, RUN, True, False)
+    assert (out / "old").is_file()
+    out.rename(folder / "previous")
+    PartialCheckpoint(out, {"setting": 2}, False, True)
+    assert (out / "old").is_file()
+
+
+def test_overwrite_wins_over_resume_where_the_settings_differ(tmp_path: Path):
+    folder = unfinished(tmp_path / "out")
+    (folder / "layers" / "00000.safetensors").touch()
+    with pytest.raises(InputError, match="its setting is 1, and 2 was asked for"):
+        PartialCheckpoint(tmp_path / "out", {"setting": 2}, True, False)
+    PartialCheckpoint(tmp_path / "out", RUN, True, True)
+    assert any((folder / "layers").iterdir())
+    PartialCheckpoint(tmp_path / "out", {"setting": 2}, True, True)
+    assert not any((folder / "layers").iterdir())
+
+
+def test_a_broken_fingerprint_is_named(tmp_path: Path):
+    (unfinished(tmp_path / "out") / "fingerprint.json").write_text('{"setting"')
+    with pytest.raises(InputError, match=r"fingerprint\.json' is broken .*: remove it"):
+        PartialCheckpoint(tmp_path / "out", RUN, True, False)
+
+
+def test_a_wrong_call_leaves_nothing_behind(tiny_llama_dir: Path, tmp_path: Path):
+    impossible = CompressionConfig(
+        sparsity=0.9, modules=("qk",), allocation="influence", samples=4, seq_len=32, solver="paper"
+    )
+    with pytest.raises(InputError, match="cannot be reached"):
+        compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "out", impossible)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_spelling_of_the_model_resumes(
+    tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run that spills its hidden states is killed; the next finds its layers, and clears what it has left."""
+    (tmp_path / "model").symlink_to(tiny_llama_dir)
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-m", "modegpt", "compress", "--calibration", str(small_text_file), "--samples", "64"]
+    command += ["--seq-len", "256", "--max-host-memory", "1", "--out", "out"]
+    process = subprocess.Popen([*command, "model"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    first = tmp_path / "out.partial" / "layers" / "00000.safetensors"
+    while not first.exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert any((tmp_path / "out.partial" / "hidden").iterdir()), "it was killed too late"
+    done = subprocess.run([*command, f"{tmp_path}/./model/", "--resume"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["model"] == str(tiny_llama_dir.resolve())
