@@ -236,7 +236,9 @@ def test_eval_compares_models_and_marks_the_best(
     assert f"{over.mean.acc:+.2%} ± {over.mean.acc_stderr:.2%}" in lines["acc, change"]
     assert f"{over.mean.acc_flips:.2%}" in lines["acc, flips"]
     assert "" not in lines, "a label was wrapped at 80 columns"
-    rows = [line for line in modegpt("eval", *models, *data).stdout.splitlines() if "│" in line and "perplexity" in line]
+    rows = [
+        line for line in modegpt("eval", *models, *data).stdout.splitlines() if "│" in line and "perplexity" in line
+    ]
     for index, line in enumerate(rows):
         values = [f"{entry['results'][index]['perplexity']:.4f}" for entry in found["models"]]
         best = min(values, key=float)
