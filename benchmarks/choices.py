@@ -1,4 +1,4 @@
-"""How clearly right answers are preferred, on questions that no reported figure reads, by which settings are chosen.
+"""How clearly right answers are preferred, on questions behind those of the main table, by which settings are chosen.
 
 An accuracy counts a question as 0 or 1; chance among a thousand of them hides what a setting changes. The soft accuracy
 counts it as `σ(2 m / s)`: `m` is the score of the right answer less that of the best wrong one, `s` the mean over
@@ -7,8 +7,9 @@ nothing by it. Scores are log-likelihoods (`acc`), divided by the answers' chara
 questions the standard error of a difference is about half of what accuracies have.
 
 Protocol: SmolLM2-135M, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text; the
-questions behind those that zero_shot.py reads: arc_easy and piqa from the 1173rd, openbook_qa from the 101st. Rows are
-compared with the first one.
+questions behind those that zero_shot.py reads for its main table: arc_easy and piqa from the 1173rd, openbook_qa from
+the 101st (of which the table of other tasks reads those up to the 400th, and says so). Rows are compared with the first
+one.
 
     python benchmarks/choices.py --data FOLDER --tasks FOLDER --settings '{"sparsity": 0.1, "solver": "paper"}' ...
 """
@@ -26,7 +27,7 @@ from modegpt.local_tasks import read_task
 from modegpt.paired import compare
 
 FIRST = {"arc_easy": 1172, "openbook_qa": 100, "piqa": 1172}
-"""Questions before these are for zero_shot.py."""
+"""Questions before these are for the main table of zero_shot.py."""
 
 Figures = dict[str, list[float]]
 

@@ -11,6 +11,12 @@ from readme import load, table
 MEANS = (("mean", "acc_norm"), ("mean of `acc`", "acc"))
 """What tables call the means over tasks, and their keys."""
 
+CHOSEN_BY = (
+    "Not all of this was kept from choosing: OpenBookQA's questions from the 101st on, and the passages of these BoolQ "
+    "questions,\nare among the text by which settings of `best` were chosen (`benchmarks/choices.py`, "
+    "`benchmarks/held_out.py`)."
+)
+
 
 def zero_shot() -> str:
     """Return the section on zero-shot accuracy by sparsity: main tasks by rule, then the others with means over all."""
@@ -24,6 +30,7 @@ def zero_shot() -> str:
         before = {(row["solver"], row["sparsity"]): row["tasks"] for row in _first_seed(main)}
         parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
         header, lines = _differences(others)
+        parts.append(CHOSEN_BY)
         parts.append("The differences on these tasks:\n\n" + table(header, lines + _flips(others)))
     return "\n\n".join(parts)
 

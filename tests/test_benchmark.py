@@ -1,13 +1,23 @@
 """Costs against an independent count, the measuring loop against what it says it does, and the command."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 from typer.testing import CliRunner
 
 from modegpt.architectures import architecture_of
@@ -15,7 +25,7 @@ from modegpt.benchmark import BenchSettings, Runner, _next_token, _profiled_peak
 from modegpt.cache_name import CACHE
 from modegpt.checkpoint import build, compressed_config
 from modegpt.cli import app
-from modegpt.costs import Attention, costs_of
+from modegpt.costs import Attention, costs_of, file_bytes
 from modegpt.errors import InputError
 from modegpt.modeling_modegpt import decoder_layers, shrink_block
 
@@ -229,3 +239,22 @@ def test_command_refuses_before_loading(tmp_path: Path):
         done = CliRunner().invoke(app, ["bench", str(tmp_path), *options])
         assert done.exit_code == 2
         assert message in done.stderr
+
+
+def test_of_fused_experts_those_count_that_a_token_is_sent_to():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(
+        vocab_size=97, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=2, head_dim=8, **sizes
+    )
+    model = MixtralForCausalLM(config).eval()
+    expert, attention = 3 * 32 * 48, 32 * 32 * 2 + 32 * 16 * 2
+    found = costs_of(model)
+    assert found.linear_macs == 2 * (2 * expert + attention)
+    idle = 2 * 6 * expert
+    assert found.parameters_per_token == found.parameters - 97 * 32 - idle  # without the embedding table
+
+
+def test_other_copies_of_the_weights_are_not_counted_as_files(tiny_llama_dir: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    assert file_bytes(str(folder)) == (tiny_llama_dir / "model.safetensors").stat().st_size

@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from modegpt import CompressionConfig, InputError, compress
 from modegpt.compress import compress_to_folder
+from modegpt.demo import model_file
 from modegpt.models import open_model, open_tokenizer
+from modegpt.preparation import open_source
 
 CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
 WINDOWS = torch.arange(128).view(4, 32)
@@ -120,3 +122,13 @@ def test_a_broken_tokenizer_is_one_line(model: Path):
     (model / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(InputError, match=r"the tokenizer of .* cannot be opened"):
         open_tokenizer(str(model))
+
+
+def test_a_link_to_a_file_of_another_name_is_opened_by_its_own(tmp_path: Path):
+    """As hub caches keep them: `model.gguf` is a link to a blob."""
+    file = model_file()
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "abc").symlink_to(file)
+    (tmp_path / "model.gguf").symlink_to(tmp_path / "blobs" / "abc")
+    source = open_source(str(tmp_path / "model.gguf"), torch.device("cpu"))
+    assert source.name == str(tmp_path / "model.gguf")

@@ -570,3 +570,20 @@ def test_an_interrupted_run_ends_with_one_line_and_no_result(tiny_llama_dir: Pat
     assert errors.splitlines()[-1].startswith("error: interrupted")
     assert "Traceback" not in errors
     assert not out.exists()
+
+
+def test_the_demo_says_where_it_left_the_checkpoint(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("modegpt.demo.model_file", lambda: tiny_llama_dir)
+    result = modegpt("demo", "--out", tmp_path / "kept")
+    assert result.exit_code == 0, result.output
+    assert f"the compressed checkpoint is in {tmp_path / 'kept'}" in result.stdout
+
+
+def test_check_is_not_misled_by_a_models_generation_settings(tiny_llama_dir: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    settings = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 1, "eos_token_id": list(range(384))}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    result = modegpt("check", folder, "--weights", "--sparsity", 0.25)
+    assert result.exit_code == 0, result.output

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from modegpt import plots
 from modegpt.cli import app
-from modegpt.html_report import write_report
+from modegpt.html_report import Names, write_report
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -276,3 +276,13 @@ def test_a_browser_opens_the_page_without_a_complaint(run: Path, tmp_path: Path)
     broken.write_text("<h1>broken</h1><script>missing()</script>")
     assert complaints(broken)  # so a complaint would be seen
     assert complaints(run / "report.html") == []
+
+
+def test_models_of_one_name_are_told_apart():
+    names = Names({"dense": "dense"})
+    assert [names(model) for model in ("dense", "a/30", "b/30", "a/30")] == ["dense", "30", "b/30", "30"]
+
+
+def test_more_series_than_looks_begin_anew():
+    series = {str(number): ([0, 1], [number, number]) for number in range(9)}
+    assert plots.lines(series, "x", "y").count("<svg") == 1

@@ -75,11 +75,15 @@ def test_of_a_link_the_target_is_replaced(tiny_llama_dir: Path, tmp_path: Path):
         assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
-def test_the_folder_here_can_be_replaced(tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("out", [".", ".."])
+def test_the_folder_here_is_not_replaced(
+    tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    compress_to_folder(tiny_llama_dir, WINDOWS, ".", CONFIG, overwrite=True)
-    assert (tmp_path / "here" / "report.json").is_file()
+    with pytest.raises(InputError, match="the folder that the call is made in"):
+        compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, overwrite=True)
+    assert (tmp_path / "here").is_dir()
 
 
 def test_killed_between_its_two_last_renames_it_loses_neither_folder(tmp_path: Path):
@@ -106,10 +110,40 @@ def test_overwrite_wins_over_resume_where_the_settings_differ(tmp_path: Path):
     assert not any((folder / "layers").iterdir())
 
 
-def test_a_broken_fingerprint_is_named(tmp_path: Path):
-    (unfinished(tmp_path / "out") / "fingerprint.json").write_text('{"setting"')
-    with pytest.raises(InputError, match=r"fingerprint\.json' is broken .*: remove it"):
-        PartialCheckpoint(tmp_path / "out", RUN, True, False)
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_broken_fingerprint_is_named_and_can_be_discarded(tmp_path: Path, resume: bool):
+    folder = unfinished(tmp_path / "out")
+    (folder / "fingerprint.json").write_text('{"setting"')
+    with pytest.raises(InputError, match=r"fingerprint\.json' is broken .*--overwrite"):
+        PartialCheckpoint(tmp_path / "out", RUN, resume, False)
+    PartialCheckpoint(tmp_path / "out", RUN, resume, True)
+    assert json.loads((folder / "fingerprint.json").read_text()) == RUN
+
+
+@pytest.mark.parametrize("left", [[], ["fingerprint.json.tmp"]])
+def test_killed_as_it_begins_it_begins_again(tmp_path: Path, left: list[str]):
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    for name in left:
+        (folder / name).touch()
+    PartialCheckpoint(tmp_path / "out", RUN, True, False).discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_try_clears_hidden_states(tmp_path: Path):
+    folder = unfinished(tmp_path / "out")
+    (folder / "hidden").mkdir()
+    (folder / "hidden" / "0").touch()
+    PartialCheckpoint(tmp_path / "out", RUN, True, False)
+    assert not (folder / "hidden").exists()
+
+
+@pytest.mark.parametrize("name", ["scores", "coverage"])
+def test_what_a_kill_has_cut_is_made_again(tmp_path: Path, name: str):
+    partial = PartialCheckpoint(tmp_path / "out", RUN, False, False)
+    partial.write_tensor(name, torch.arange(3))
+    (partial.folder / f"{name}.json").write_text("")
+    assert partial.read_tensor(name) is None
 
 
 def test_a_wrong_call_leaves_nothing_behind(tiny_llama_dir: Path, tmp_path: Path):
@@ -124,19 +158,19 @@ def test_a_wrong_call_leaves_nothing_behind(tiny_llama_dir: Path, tmp_path: Path
 def test_another_spelling_of_the_model_resumes(
     tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A run that spills its hidden states is killed; the next finds its layers, and clears what it has left."""
+    """A run that spills its hidden states is killed as it does; the next goes on with it."""
     (tmp_path / "model").symlink_to(tiny_llama_dir)
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-m", "modegpt", "compress", "--calibration", str(small_text_file), "--samples", "64"]
     command += ["--seq-len", "256", "--max-host-memory", "1", "--out", "out"]
     process = subprocess.Popen([*command, "model"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    first = tmp_path / "out.partial" / "layers" / "00000.safetensors"
-    while not first.exists() and process.poll() is None:
-        time.sleep(0.01)
+    spilled = tmp_path / "out.partial" / "hidden"
+    while not any(spilled.glob("*/*")) and process.poll() is None:
+        time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert any((tmp_path / "out.partial" / "hidden").iterdir()), "it was killed too late"
+    assert spilled.is_dir(), "it was killed too late"
     done = subprocess.run([*command, f"{tmp_path}/./model/", "--resume"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
-    assert json.loads((tmp_path / "out" / "report.json").read_text())["model"] == str(tiny_llama_dir.resolve())
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["model"] == str(tmp_path / "model")

@@ -231,3 +231,30 @@ def test_kept_models_open(swept: tuple[Path, Result]):
     model = AutoModelForCausalLM.from_pretrained(swept[0] / "models" / "0.5")
     table = json.loads((swept[0] / "sweep.json").read_text())
     assert sum(parameter.numel() for parameter in model.parameters()) == table["points"][2]["parameters"]
+
+
+def test_what_cannot_be_reached_is_told_before_anything_is_measured_or_removed(
+    tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    call = (tiny_llama_dir, small_text_file, tmp_path / "s")
+    config = CompressionConfig(samples=8, seq_len=64, allocation=RULE, modules=("qk",), solver="paper")
+    with pytest.raises(InputError, match="cannot be reached"):
+        sweep(*call, [0.01, 0.9], config, measures(small_text_file))
+    assert not (tmp_path / "s").exists()
+    sweep(*call, [0.3], CONFIG, measures(small_text_file), keep_models=True)
+    before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="cannot be reached"):
+        sweep(*call, [0.01, 0.9], config, measures(small_text_file), overwrite=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
+
+
+def test_texts_of_one_name_are_two_curves(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    texts = [tmp_path / language / "text.txt" for language in ("en", "de")]
+    for index, text in enumerate(texts):
+        text.parent.mkdir()
+        text.write_text(small_text_file.read_text()[1000 * index :])
+    both = Measures(data=tuple(map(str, texts)), seq_len=64, max_windows=2, rounds=0)
+    sweep(tiny_llama_dir, small_text_file, tmp_path / "s", [0.3], CONFIG, both)
+    drawn = (tmp_path / "s" / "perplexity.svg").read_text()
+    for text in texts:
+        assert text.parent.name + "/text.txt" in drawn

@@ -1,5 +1,6 @@
 """Zero-shot tasks: lm-eval's figures on our files are ours, a score is the one computed by hand, bad files are told."""
 
+import copy
 import importlib.util
 import json
 import logging
@@ -376,3 +377,21 @@ def test_importing_modegpt_leaves_lm_eval_alone():
 
     code = "import sys, modegpt; modegpt.evaluate_tasks; sys.exit('lm_eval' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_tokenizer_without_a_token_to_begin_with_is_told(
+    networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path
+):
+    dense = networks["dense"]
+    bare = copy.deepcopy(tokenizer)
+    bare.bos_token = bare.eos_token = None
+    source = write(tmp_path / "t.jsonl", rows("choices", dense, tokenizer)[0])
+    with pytest.raises(InputError, match="neither a first nor a last token"):
+        evaluate_tasks(dense, bare, [source])
+
+
+def test_half_of_a_surrogate_pair_is_told_by_its_line(tmp_path: Path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"query": "q \\ud800", "choices": ["a", "b"], "gold": 0}\n')
+    with pytest.raises(InputError, match="line 1 of task file"):
+        open_tasks([str(path)])

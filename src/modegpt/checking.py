@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, GenerationConfig, PreTrainedConfig
 
 from .architectures import Architecture, Dimensions, architecture_of
 from .cache_name import CACHE
@@ -260,7 +260,13 @@ def _cached(subject: Subject) -> tuple[str, str]:
     if not difference <= allowed:
         return _verdict(difference, allowed, "", "read piece by piece with a cache it computes something else")
     prompt = ids[:, :9]
-    output = model.generate(prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
+    # Its own settings may penalise what was said before, or end early.
+    plain = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
+    kept, model.generation_config = model.generation_config, plain
+    try:
+        output = model.generate(prompt)
+    finally:
+        model.generation_config = kept
     scores = _logits(model, output)[:, len(prompt[0]) - 1 : -1]
     chosen = scores.gather(-1, output[:, len(prompt[0]) :, None].cpu())[..., 0]
     short = (scores.max(-1).values - chosen).max().item()

@@ -53,6 +53,9 @@ def check_output(out: str | Path, overwrite: bool, model: str | Path | None = No
         source = Path(model).resolve()
         if path.resolve() in (source, *source.parents):
             raise InputError(f"output '{out}' holds the model '{model}' and would replace it: choose another folder")
+    here = Path.cwd()
+    if path.exists() and path.resolve() in (here, *here.parents):
+        raise InputError(f"output '{out}' is or holds the folder that the call is made in: choose another")
     if path.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     if path.exists() and not overwrite:

@@ -194,9 +194,10 @@ def info(
     """Show what a compressed checkpoint holds, without loading its weights."""
     check_json(json_file)
     from .inspection import describe
+    from .report import protocol
 
     found = describe(folder)
-    emit(found, json_file)
+    emit({**found, "protocol": protocol()}, json_file)
     columns = ("layer", "mlp", "query-key", "value-output", "parameters", "KV bytes per token", "sparsity")
     table = Table(*columns, title=f"{found['model_type']}, {found['dtype']}, format {found['format_version']}")
     for index, layer in enumerate(found["layers"]):
@@ -232,7 +233,7 @@ def demo(
     for part in tables(result):
         screen.print(part)
     if out is not None:
-        console.print(f"the compressed checkpoint is in {out}", markup=False, soft_wrap=True)
+        screen.print(f"the compressed checkpoint is in {out}", markup=False, soft_wrap=True)
 
 
 # Commands with a file of their own.

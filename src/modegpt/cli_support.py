@@ -117,11 +117,11 @@ def check_file(option: str, file: str | Path, hint: str = "; give a file name") 
     path = Path(file)
     if path.is_dir():
         raise InputError(f"{option} '{file}' is a folder{hint}")
-    if _written_through(path):
-        return
-    folder = path.absolute().parent
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device
+    folder = path.resolve().parent
     if not folder.is_dir():
-        raise InputError(f"{option} '{file}': the folder '{path.parent}' does not exist; create it first")
+        raise InputError(f"{option} '{file}': the folder '{folder}' does not exist; create it first")
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as problem:

@@ -84,12 +84,11 @@ class Costs:
 def costs_of(model: PreTrainedModel) -> Costs:
     """Run a few tokens through a causal language model and read its sizes off what really happened.
 
-    Layers are counted as often as a token passes them; weights that are no linear layer (fused experts) are counted as
-    parameters only.
+    Layers are counted as often as a token passes them, and of fused experts those that a token is sent to.
     """
     head = model.get_output_embeddings()
     ids = torch.ones(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
-    with _count_linear_macs(model, head) as counted:
+    with _count_linear_macs(model, head) as (counted, idle):
         cache = model(ids, use_cache=True)[CACHE]
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     n_heads = model.config.get_text_config(decoder=True).num_attention_heads
@@ -97,7 +96,7 @@ def costs_of(model: PreTrainedModel) -> Costs:
     read = {id(p): p.numel() for m in model.modules() if m not in tables for p in m.parameters(recurse=False)}
     return Costs(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        parameters_per_token=sum(read.values()),
+        parameters_per_token=sum(read.values()) - sum(idle.values()),
         weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         kv_bytes_per_token=cache_bytes(cache) // PROBE_TOKENS,
         linear_macs=sum(counted) // PROBE_TOKENS,
@@ -116,18 +115,32 @@ def cache_bytes(cache: Any) -> int:
 
 
 @contextmanager
-def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[list[int]]:
-    """Collect the MACs of every linear layer that runs in the context, but for the head."""
+def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int], dict[nn.Module, int]]]:
+    """Collect the MACs of every linear layer that runs in the context, but for the head, and what experts leave idle.
+
+    Fused experts hold `(experts, out, in)` parameters and are called with the experts of each token, `(tokens, k)`.
+    """
     counted: list[int] = []
+    idle: dict[nn.Module, int] = {}
 
     def count(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         n_tokens = output.numel() // output.shape[-1]
         counted.append(n_tokens * module.weight.numel())  # pyright: ignore[reportArgumentType, reportCallIssue]
 
+    def count_experts(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        chosen = next((x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point()), None)
+        if chosen is not None:
+            weights = list(module.parameters(recurse=False))
+            one = sum(weight.numel() // len(weight) for weight in weights)
+            counted.append(chosen.numel() * one)
+            idle[module] = (len(weights[0]) - chosen.shape[-1]) * one
+
+    fused = [m for m in model.modules() if (own := [*m.parameters(recurse=False)]) and all(p.ndim == 3 for p in own)]
     linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
     handles = [module.register_forward_hook(count) for module in linears]
+    handles += [module.register_forward_hook(count_experts) for module in fused]
     try:
-        yield counted
+        yield counted, idle
     finally:
         for handle in handles:
             handle.remove()
@@ -139,7 +152,7 @@ def file_bytes(name: str) -> int | None:
     if path.suffix == ".gguf":
         return path.stat().st_size
     folder = local_folder(name)
-    for pattern in ("*.safetensors", "*.bin"):
+    for pattern in ("model*.safetensors", "pytorch_model*.bin"):  # others may hold the same weights once more
         files = list(folder.glob(pattern)) if folder else []
         if files:
             return sum(file.stat().st_size for file in files)

@@ -38,6 +38,8 @@ class Harness(SCORER):
 
     def __init__(self, model: Any, tokenizer: Any, batch_size: int | None) -> None:
         """Wrap a model; lm-eval may give the tokenizer a padding token, so it gets a copy."""
+        if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
+            raise InputError("the tokenizer has neither a first nor a last token, and tasks need one before their text")
         super().__init__(pretrained=model, tokenizer=copy.deepcopy(tokenizer), backend="causal", batch_size=1)
         self.wanted_batch = batch_size
         self.report: Callable[[int, int], None] = lambda done, total: None

@@ -108,10 +108,16 @@ class Names:
     def __init__(self, known: dict[str, str]) -> None:
         """Note what the models of the run are called."""
         self._known = {self._key(model): name for model, name in known.items()}
+        self._short: dict[str, str] = {}
 
     def __call__(self, model: str) -> str:
         """Return the name of a model as a command was given it."""
-        return self._known.get(self._key(model)) or Path(model).name or model
+        key = self._key(model)
+        if key in self._known:
+            return self._known[key]
+        short = Path(model).name or model
+        # Another model of that name was there before: only the whole path tells them apart.
+        return short if self._short.setdefault(short, key) == key else model
 
     @staticmethod
     def _key(model: str) -> str:

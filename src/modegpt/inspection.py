@@ -19,7 +19,8 @@ def calibrated_on(model: str) -> str | None:
     """Return the text that a compressed checkpoint says it was calibrated on; None where nothing says it."""
     try:
         report = json.loads((Path(model) / REPORT_NAME).read_text(encoding="utf-8"))
-        return report["calibration"]["data"]
+        data = report["calibration"]["data"]
+        return data if isinstance(data, str) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -63,6 +63,7 @@ def read_task(source: str) -> LocalTask:
 def _object(line: str, where: str) -> Record:
     try:
         record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # JSON can hold half of a surrogate pair; no tokenizer does
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON ({error}); give one object a line, {_ALLOWED}") from error
     if not isinstance(record, dict):

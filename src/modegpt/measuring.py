@@ -118,10 +118,17 @@ def open_texts(data: Sequence[str], config: Any, tokenizer: Any, window: int) ->
 
 def seen_text(calibration: str, data: Sequence[str]) -> list[str]:
     """Return a warning for each text to measure on that the model was calibrated on; known data sets have splits."""
+
+    def same(source: str) -> bool:
+        try:
+            return Path(source).is_file() and Path(source).samefile(calibration)
+        except (OSError, ValueError):
+            return False  # it is elsewhere, or not ours to look at
+
     return [
         f"'{source}' is the text that the model is calibrated on: its perplexity there says little of other text"
         for source in data
-        if Path(source).is_file() and Path(calibration).is_file() and Path(source).samefile(calibration)
+        if same(source)
     ]
 
 

@@ -18,8 +18,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-OLDEST = "5.5"
-"""The first transformers that runs this file: before, generating or saving fails somewhere in it."""
+OLDEST = "5.16"
+"""The first transformers that runs this file in all families: before, some weights have other names, or it fails."""
 
 if [int(part) for part in transformers.__version__.split(".")[:2]] < [int(part) for part in OLDEST.split(".")]:
     # Before the imports below, which older ones do not all know.

@@ -55,7 +55,7 @@ class PartialCheckpoint:
         if _is_run(self.folder):
             if self._previous.is_dir() and not out.exists():
                 self._previous.rename(out)  # killed between the two renames of an earlier run's end
-            found = read_json(self.folder / IDENTITY)
+            found = self._found(overwrite)
             if resume and (found == fingerprint or not overwrite):
                 check_fingerprint(found, fingerprint, self.folder)
                 shutil.rmtree(self.hidden, ignore_errors=True)
@@ -67,6 +67,8 @@ class PartialCheckpoint:
                     "or discard it with --overwrite"
                 )
             self.discard()
+        if self.folder.is_dir():  # of a kill in the moment in which the fingerprint is written
+            (self.folder / f"{IDENTITY}.tmp").unlink(missing_ok=True)
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise InputError(
                 f"'{self.folder}', where an unfinished run is kept, exists and holds something else: "
@@ -74,7 +76,17 @@ class PartialCheckpoint:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(fingerprint, self.folder / IDENTITY)
+        _flush(self.folder / IDENTITY)
         self._layers.mkdir()
+
+    def _found(self, overwrite: bool) -> dict[str, Any]:
+        """Return the fingerprint that is there; of one that is broken, and may be discarded, an empty one."""
+        try:
+            return read_json(self.folder / IDENTITY)
+        except InputError as problem:
+            if overwrite:
+                return {}
+            raise InputError(f"{problem}, or discard the unfinished run with --overwrite") from problem
 
     @property
     def hidden(self) -> Path:
@@ -111,9 +123,12 @@ class PartialCheckpoint:
     def read_tensor(self, name: str) -> Tensor | None:
         """Return what an earlier try kept under a name (`scores`, `coverage`), if it got so far."""
         path = self.folder / f"{name}.json"
-        if not path.is_file():
+        try:
+            found = read_json(path) if path.is_file() else None
+        except InputError:  # cut by a kill or a full disk
+            found = None
+        if found is None:
             return None
-        found = read_json(path)
         return torch.tensor(found["values"], dtype=getattr(torch, found["dtype"]))
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
@@ -227,8 +242,11 @@ def finished_report(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | 
 def clear_leftovers(out: Path, fingerprint: dict[str, Any]) -> None:
     """Remove what a finished run no longer needs, if it was killed before it did so itself."""
     folder = _partial(out)
-    if _is_run(folder) and read_json(folder / IDENTITY) == fingerprint:
-        _remove(folder)
+    with suppress(InputError):
+        if _is_run(folder) and read_json(folder / IDENTITY) == fingerprint:
+            _remove(folder)
+    with suppress(OSError):
+        folder.rmdir()  # of a kill between the last two steps: it is empty
 
 
 def _remove(folder: Path) -> None:

@@ -37,6 +37,11 @@ STYLE: Any = {
 Values = Sequence[float | None]
 
 
+def _turn(looks: Sequence[Any], index: int) -> Any:
+    """Return the look of a series; more of them than there are looks begin anew."""
+    return looks[index % len(looks)]
+
+
 def require_matplotlib(purpose: str, extra: str = "report") -> None:
     """Raise `MissingExtraError` unless matplotlib can be imported."""
     try:
@@ -72,7 +77,7 @@ def lines(
 
         for index, (name, (xs, ys)) in enumerate(series.items()):
             points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
-            style = {"color": COLOURS[index], "marker": MARKERS[index], "linestyle": DASHES[index]}
+            style = {"color": _turn(COLOURS, index), "marker": _turn(MARKERS, index), "linestyle": _turn(DASHES, index)}
             axes.plot(*zip(*points, strict=True), label=name, markersize=4.5, linewidth=1.4, **style)
             for label, (x, y) in zip(labels if index == 0 else (), points, strict=False):
                 axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=9)
@@ -135,7 +140,12 @@ def bars(
             drawn = [(row, value, own[row]) for row, value in enumerate(values) if value is not None]
             places = [row + (index - (len(series) - 1) / 2) * width for row, _, _ in drawn]
             spread = list(zip(*(reach for _, _, reach in drawn), strict=True))
-            style = {"color": COLOURS[index], "hatch": HATCHES[index], "edgecolor": "white", "linewidth": 0}
+            style = {
+                "color": _turn(COLOURS, index),
+                "hatch": _turn(HATCHES, index),
+                "edgecolor": "white",
+                "linewidth": 0,
+            }
             whiskers = {"xerr": spread, "error_kw": {"elinewidth": 1, "capsize": 2}} if name in (errors or {}) else {}
             patches = axes.barh(places, [value for _, value, _ in drawn], width * 0.92, label=name, **style, **whiskers)
             axes.bar_label(patches, [form.format(value) for _, value, _ in drawn], padding=3, fontsize=9)

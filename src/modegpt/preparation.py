@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
         generation_config, identity, notes = model.generation_config, _checksum(model), []
     else:
-        name = str(Path(model).resolve()) if Path(model).exists() else model
+        name = os.path.abspath(model) if Path(model).exists() else model  # noqa: PTH100 - a link to a blob keeps its name
         config, architecture = check_model(name)
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)

@@ -215,9 +215,9 @@ def _evaluation(about: dict[str, Any]) -> str:
     """Tell how `eval` measured."""
     limit = about.get("max_windows")
     windows = "all windows" if limit is None else f"the first {limit} windows"
-    told = f"{windows} of {about['stride']} tokens, the {about['split']} part of each text"
-    samples = "" if about.get("limit") is None else f"; the first {about['limit']} samples of each task"
-    return f"{told}{samples}; in {about['dtype']} on {about['device']}"
+    told = [f"{windows} of {about['stride']} tokens, the {about['split']} part of each text"] if about["stride"] else []
+    told += [] if about.get("limit") is None else [f"the first {about['limit']} samples of each task"]
+    return f"{'; '.join(told) or 'all samples of each task'}; in {about['dtype']} on {about['device']}"
 
 
 def _setting(value: Any) -> str:
@@ -252,4 +252,5 @@ def _duration(seconds: float) -> str:
 
 
 def _where(run: dict[str, Any]) -> str:
-    return str(run["machine"].get("gpu") or f"{run['machine']['threads']} CPU thread(s)")
+    gpu = None if run["config"]["device"] == "cpu" else run["machine"].get("gpu")
+    return str(gpu or f"{run['machine']['threads']} CPU thread(s)")

@@ -84,7 +84,7 @@ def sweep(
         raise InputError("a sweep runs in one process; start it without torchrun")
     work = _Sweep(str(model), calibration, out, config, measures, keep_models, overwrite, progress)
     known = {name: work.finished(name, own) for name, own in ((DENSE, None), *configs.items())}
-    work.check_reachable({name: own for name, own in configs.items() if known[name] is None})
+    work.begin([own for name, own in configs.items() if known[name] is None])
     points = [known[DENSE] or work.measure_dense()]
     points += [known[name] or work.measure_point(name, own) for name, own in configs.items()]
     table = {
@@ -150,11 +150,7 @@ class _Sweep:
         self.dense = open_model(model, "auto", self.device)
         self.run: Run = prepare(self.dense, self.text.windows, replace(config, dtype=self.dtype), None, None)
         self.run.text, self.run.source.name = self.text, model
-        if overwrite:  # only now that everything has been opened
-            for part in ("points", "models"):
-                shutil.rmtree(out / part, ignore_errors=True)
-            (out / "scores.json").unlink(missing_ok=True)
-        (out / "points").mkdir(parents=True, exist_ok=True)
+        self.overwrite = overwrite
 
     @property
     def about(self) -> dict[str, Any]:
@@ -166,7 +162,7 @@ class _Sweep:
     def finished(self, name: str, config: CompressionConfig | None) -> dict[str, Any] | None:
         """Return a point that an equal call has measured; refuse one of another call."""
         file = self._file(name)
-        if not file.is_file():
+        if self.overwrite or not file.is_file():
             return None
         point = read_json(file)
         check_fingerprint(point["fingerprint"], self._fingerprint(config), file)
@@ -174,10 +170,17 @@ class _Sweep:
         missing = config is not None and self.keep_models and not (self.out / "models" / name).is_dir()
         return None if missing else point
 
-    def check_reachable(self, configs: dict[str, CompressionConfig]) -> None:
-        """Refuse a sparsity that the settings cannot reach, before any is measured."""
-        for name, config in configs.items():
-            self._run(config, name).allocate(self.scores)
+    def begin(self, configs: Sequence[CompressionConfig]) -> None:
+        """Refuse a sparsity that the settings cannot reach; only then make room for what is to be measured."""
+        scores = self.scores if configs else None
+        for config in configs:
+            self._run(config, "").allocate(scores)
+        if self.overwrite:
+            for part in ("points", "models"):
+                shutil.rmtree(self.out / part, ignore_errors=True)
+        (self.out / "points").mkdir(parents=True, exist_ok=True)
+        if scores is not None:
+            write_json({"fingerprint": self._scores_identity(), "scores": scores.tolist()}, self._scores_file)
 
     def measure_dense(self) -> dict[str, Any]:
         """Measure the dense model."""
@@ -228,15 +231,17 @@ class _Sweep:
     @cached_property
     def scores(self) -> Tensor | None:
         """Scores of the dense blocks, or those of an earlier, equal call; None for a rule without scores."""
-        file, run = self.out / "scores.json", self._run(replace(self.run.config, sparsity=0.0), "")
-        identity = self._identity(run)
-        kept = read_json(file) if file.is_file() else {}
-        if kept.get("fingerprint") == identity:
+        kept = read_json(self._scores_file) if self._scores_file.is_file() and not self.overwrite else {}
+        if kept.get("fingerprint") == self._scores_identity():
             return torch.tensor(kept["scores"], dtype=torch.float64)
-        scores = run.scores()
-        if scores is not None:
-            write_json({"fingerprint": identity, "scores": scores.tolist()}, file)
-        return scores
+        return self._run(replace(self.run.config, sparsity=0.0), "").scores()
+
+    @property
+    def _scores_file(self) -> Path:
+        return self.out / "scores.json"
+
+    def _scores_identity(self) -> dict[str, Any]:
+        return self._identity(self._run(replace(self.run.config, sparsity=0.0), ""))
 
     def _speed(self, name: str, compressed: PreTrainedModel) -> dict[str, Any] | None:
         if self.speed is None:

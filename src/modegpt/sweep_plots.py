@@ -27,7 +27,9 @@ def draw(table: dict[str, Any], folder: Path) -> None:
 
 
 def _perplexity(points: list[dict[str, Any]], removed: list[float]) -> str:
-    texts = [Path(entry["data"]).name for entry in points[0]["perplexity"]]
+    sources = [entry["data"] for entry in points[0]["perplexity"]]
+    short = [Path(source).name for source in sources]
+    texts = short if len(set(short)) == len(short) else sources
     columns = zip(*([entry["perplexity"] for entry in point["perplexity"]] for point in points), strict=True)
     series = {text: (removed, list(column)) for text, column in zip(texts, columns, strict=True)}
     return plots.lines(series, REMOVED, "perplexity", log=_is_wide(points))

@@ -153,8 +153,8 @@ def test_a_later_format_version_is_refused(folders: dict[str, Path], tmp_path: P
 
 
 def test_an_older_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(transformers, "__version__", "5.4.0")
-    with pytest.raises(ImportError, match=r"needs transformers 5\.5 or newer, and this is 5\.4\.0: pip install"):
+    monkeypatch.setattr(transformers, "__version__", "5.15.1")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.16 or newer, and this is 5\.15\.1: pip install"):
         runpy.run_path(modeling_modegpt.__file__)
 
 

@@ -58,6 +58,7 @@ def evaluate(
     target = resolve_device(device)
     for source in data:
         check_source(source)
+    seen = list(dict.fromkeys(text for model in models for text in seen_text(calibrated_on(model) or "", data)))
     with ProgressBar("reading tasks and texts") as progress:
         opened = open_tasks([name for part in tasks for name in names(part)]) if tasks else []
         tokenizers = {model: open_tokenizer(model) for model in models}
@@ -77,8 +78,7 @@ def evaluate(
             first = first or accuracies
             measured.append({"model": model, **about, **found, "over_first": over})
             del network  # before the next is loaded, or memory would have to hold two
-    warnings = _warnings(measured, texts)
-    warnings += dict.fromkeys(text for model in models for text in seen_text(calibrated_on(model) or "", data))
+    warnings = [*_warnings(measured, texts), *seen]
     about = {"model": models[0], "models": models, "dtype": measured[0]["dtype"], "device": str(target)}
     about |= {"split": "evaluation", **bounds._asdict(), "stride": bounds.seq_len}
     about["start_token"] = start_token(configs[models[0]], tokenizers[models[0]])

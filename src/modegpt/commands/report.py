@@ -72,7 +72,9 @@ def report(
             raise
         given = ", ".join(str(path) for path in (*eval_files, *([bench_file] if bench_file else [])))
         raise InputError(f"{given}: a figure is missing ({problem}); write the file with modegpt again") from problem
-    emit(result, json_file)
+    from ..report import protocol
+
+    emit({**result, "protocol": protocol()}, json_file)
     console(json_file).print(f"written to {target}, {result['bytes'] / 1e3:.0f} kB", markup=False, soft_wrap=True)
 
 

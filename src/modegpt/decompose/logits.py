@@ -46,7 +46,7 @@ def gram(query: Tensor, key: Tensor, attention: Tensor, rotary_dim: int) -> Tens
     """
     # Centred before the product: keys share large components, and their squares would cancel to rounding error.
     mean = attention @ key
-    spread = (key[..., None, :, :] - mean[..., :, None, :]) * attention.sqrt()[..., None]
+    spread = (key[..., None, :, :] - mean[..., :, None, :]).mul_(attention.sqrt()[..., None])
     covariance = spread.mT @ spread
     # A query's features are linear in the key: f = T k, so its Gram matrix is T Cov_a(k) Tᵀ.
     left = _linear(query, covariance, rotary_dim)
