@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from .errors import InputError, NumericalError
 from .evaluate import LOGIT_BYTES
 from .local_tasks import LocalTask
-from .shared_context import questions, score_answers, takes_part
+from .shared_context import questions, score_answers, takes_part, turning_point
 
 ACCURACIES = ("acc", "acc_norm")
 MAX_BATCH = 64
@@ -65,7 +65,7 @@ class Harness(SCORER):
                 )
         self.truncated = sum(length > self.max_length + 1 for length in lengths)
         tokens = [request[1:] for request in requests]
-        shared = questions(tokens, self.max_length) if takes_part(self.model) else []
+        shared = questions(tokens, self.max_length, turning_point(self.model.config)) if takes_part(self.model) else []
         known = {place for question in shared for place in question.places}
         alone = [place for place in range(len(requests)) if place not in known]
         # Where they are cut, answers of one token after the same context are read off one row of logits.

@@ -12,7 +12,7 @@ from .errors import InputError
 from .local_tasks import is_local
 from .measuring import common_window, measure_texts, open_texts
 from .run import Progress
-from .zero_shot import evaluate_tasks, open_tasks
+from .zero_shot import evaluate_tasks, harness_version, open_tasks
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,9 @@ class Quality:
         for task in self.tasks:
             content = _digest(Path(task.source).read_bytes()) if is_local(task.source) else task.version
             found[f"task {task.name}"] = content
-        return {**found, "task limit": self.measures.limit} if self.tasks else found
+        if self.tasks:
+            found |= {"task limit": self.measures.limit, "lm-eval": harness_version()}
+        return found
 
 
 def _digest(content: bytes) -> str:

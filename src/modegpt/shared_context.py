@@ -39,34 +39,51 @@ class Row(NamedTuple):
     """Its tokens."""
 
 
+KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers whose cache can be given to several texts."""
+
 Score = tuple[float, bool]
 """`log p(answer | context)` in nats, and whether greedy decoding gives just this answer."""
 
 
 def takes_part(model: Any) -> bool:
     """Tell whether a model's contexts can be shared: it keeps keys and values, and not a state that only moves on."""
-    named = inspect.signature(model.forward).parameters
-    stateful = getattr(model, "_is_stateful", False)
-    return not stateful and {CACHE, "logits_to_keep"} <= named.keys()
+    if not {CACHE, "logits_to_keep"} <= inspect.signature(model.forward).parameters.keys():
+        return False
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    return not getattr(model, "_is_stateful", False) and kinds <= KEYS_AND_VALUES
 
 
-def questions(requests: Sequence[tuple[list[int], list[int]]], max_length: int) -> list[Question]:
+def turning_point(config: Any) -> int | None:
+    """Return the length behind which a model rotates all of a text otherwise (longrope); None where there is none."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+
+
+def questions(
+    requests: Sequence[tuple[list[int], list[int]]], max_length: int, turn: int | None = None
+) -> list[Question]:
     """Return the contexts that several requests share; one that does not fit with all its answers is left out.
+
+    So is one whose answers cross the `turn`: its keys would be rotated for a shorter text than the answers' are.
 
     Args:
         requests: context and answer of each, as tokens.
         max_length: positions of the model; an answer's last token takes none.
+        turn: see `turning_point`.
     """
     found: dict[tuple[int, ...], Question] = {}
     for place, (context, answer) in enumerate(requests):
         question = found.setdefault(tuple(context), Question(context, [], []))
         question.answers.append(answer)
         question.places.append(place)
-    return [
-        each
-        for each in found.values()
-        if len(each.answers) > 1 and len(each.context) + max(map(len, each.answers)) - 1 <= max_length
-    ]
+
+    def fits(each: Question) -> bool:
+        whole = len(each.context) + max(map(len, each.answers)) - 1
+        crosses = turn is not None and len(each.context) <= turn < whole
+        return len(each.answers) > 1 and whole <= max_length and not crosses
+
+    return [each for each in found.values() if fits(each)]
 
 
 @torch.inference_mode()

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
@@ -86,6 +87,11 @@ class ZeroShotResult(NamedTuple):
     def rows(self) -> list[dict[str, Any]]:
         """Return the tasks as JSON shows them: without the single samples."""
         return [{key: value for key, value in task._asdict().items() if key != "by_sample"} for task in self.tasks]
+
+
+def harness_version() -> str:
+    """Return the version of lm-eval, which decides what a task asks and how it is scored."""
+    return version("lm_eval")
 
 
 def open_tasks(names: Sequence[str]) -> list[Task]:

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM, Phi3Config
 
-from modegpt.shared_context import questions, score_answers, takes_part
+from modegpt.shared_context import questions, score_answers, takes_part, turning_point
 
 from .conftest import Pair
 from .families import tokens
@@ -51,5 +52,22 @@ def test_what_cannot_be_shared_is_left_out():
     assert len(questions(requests, max_length=10)) == 2
 
 
+def test_where_answers_cross_the_length_at_which_all_is_rotated_otherwise_nothing_is_shared():
+    requests = [([1] * length, answer) for length in (3, 6, 7) for answer in ([4], [5, 6, 7])]
+    # Answers of three tokens reach two places further: 3 + 2 ≤ 6, 6 + 2 > 6, and 7 is behind it from the start.
+    assert [len(question.context) for question in questions(requests, 20, turn=6)] == [3, 7]
+    assert [len(question.context) for question in questions(requests, 20)] == [3, 6, 7]
+    scaled = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "original_max_position_embeddings": 16}
+    assert turning_point(Phi3Config(rope_parameters=scaled, max_position_embeddings=64, **sizes)) == 16
+    assert turning_point(Phi3Config()) is None
+
+
 def test_a_model_without_keys_and_values_takes_no_part():
     assert not takes_part(torch.nn.Linear(2, 2))
+    kinds = ["conv", "full_attention"]
+    mixed = Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=kinds,
+    )  # fmt: skip
+    assert not takes_part(Lfm2ForCausalLM(mixed))

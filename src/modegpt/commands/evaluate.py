@@ -53,7 +53,7 @@ def evaluate(
     from ..models import open_config, open_model, open_tokenizer, resolve_device
     from ..progress import ProgressBar
     from ..report import protocol
-    from ..zero_shot import open_tasks
+    from ..zero_shot import harness_version, open_tasks
 
     target = resolve_device(device)
     for source in data:
@@ -82,7 +82,7 @@ def evaluate(
     about = {"model": models[0], "models": models, "dtype": measured[0]["dtype"], "device": str(target)}
     about |= {"split": "evaluation", **bounds._asdict(), "stride": bounds.seq_len}
     about["start_token"] = start_token(configs[models[0]], tokenizers[models[0]])
-    about |= {"num_fewshot": 0, "lm_eval": _harness_version()} if opened else {}
+    about |= {"num_fewshot": 0, "lm_eval": harness_version()} if opened else {}
     shown = {key: measured[0][key] for key in ("model", "results", "tasks", "mean")}
     emit({**shown, "models": measured, "warnings": warnings, "protocol": {**about, **protocol()}}, json_file)
     screen = console(json_file)
@@ -145,12 +145,6 @@ def _alike(texts: dict[str, dict[str, Any]], source: str) -> bool:
     """Whether all models predict the same tokens, without which perplexities do not compare."""
     first, *others = [own[source] for own in texts.values()]
     return all(first.equal(other) for other in others)
-
-
-def _harness_version() -> str:
-    from importlib.metadata import version
-
-    return version("lm_eval")
 
 
 def _warnings(measured: Sequence[dict[str, Any]], texts: dict[str, dict[str, Any]]) -> list[str]:
