@@ -49,17 +49,18 @@ def build(config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel
 def check_output(out: str | Path, overwrite: bool, model: str | Path | None = None) -> None:
     """Raise `InputError` if `out` exists and may not be replaced, is no folder, or holds the model that is read."""
     path = Path(out)
-    if model is not None and Path(model).exists():
-        source = Path(model).resolve()
-        if path.resolve() in (source, *source.parents):
-            raise InputError(f"output '{out}' holds the model '{model}' and would replace it: choose another folder")
-    here = Path.cwd()
-    if path.exists() and path.resolve() in (here, *here.parents):
+    if model is not None and Path(model).exists() and _holds(path, Path(model)):
+        raise InputError(f"output '{out}' holds the model '{model}' and would replace it: choose another folder")
+    if path.exists() and _holds(path, Path.cwd()):
         raise InputError(f"output '{out}' is or holds the folder that the call is made in: choose another")
     if path.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     if path.exists() and not overwrite:
         raise InputError(f"output folder '{out}' exists; choose another, or add --overwrite to replace it")
+
+
+def _holds(folder: Path, other: Path) -> bool:
+    return other.resolve().is_relative_to(folder.resolve())
 
 
 def modeling_source() -> bytes:
@@ -83,8 +84,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(data: dict[str, Any], path: str | Path) -> None:
-    """Write JSON through a temporary file beside `path`, so that a reader never sees half of it."""
-    path = Path(path)
+    """Write JSON through a temporary file beside `path`, so that a reader never sees half of it.
+
+    A pipe, a device, or what a link points to is not replaced: it is written where it is.
+    """
+    path, text = Path(path), json.dumps(data, indent=2) + "\n"
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)  # noqa: PTH105 - Path.replace is the same call; this one says it is atomic

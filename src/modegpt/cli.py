@@ -29,7 +29,7 @@ from .commands.evaluate import evaluate
 from .commands.report import report as report_page
 from .commands.settings import configured
 from .commands.sweep import sweep
-from .config import DTYPES, MAX_SEED, CompressionConfig, check_choice
+from .config import DTYPES, CompressionConfig, check_choice, check_seed
 from .errors import InputError
 
 PLOTS = (".png", ".svg", ".pdf")
@@ -153,8 +153,7 @@ def generate(
     check_positive("max_new_tokens", max_new_tokens)
     if temperature and not 1e-3 <= temperature < float("inf"):
         raise InputError(f"temperature {temperature} is neither 0 nor a number from 0.001 up")
-    if not 0 <= seed <= MAX_SEED:
-        raise InputError(f"seed {seed} is outside [0, 2^32): give a whole number such as 0")
+    check_seed(seed)
     if not prompt:
         raise InputError("the prompt is empty; give some text to continue")
     check_json(json_file)

@@ -128,17 +128,10 @@ def check_file(option: str, file: str | Path, hint: str = "; give a file name") 
         raise InputError(f"{option} '{file}': nothing can be written to '{folder}' ({problem.strerror})") from problem
 
 
-def _written_through(path: Path) -> bool:
-    """Whether a file is written where it is, not replaced: a pipe, a device, or what a link points to."""
-    return path.is_symlink() or (path.exists() and not path.is_file())
-
-
 def emit(data: dict[str, Any], file: str | None) -> None:
     """Write JSON where `--json` says, if it says so."""
     if file == "-":
         print(json.dumps(data, indent=2))
-    elif file is not None and _written_through(Path(file)):
-        Path(file).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     elif file is not None:
         from .checkpoint import write_json
 

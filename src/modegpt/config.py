@@ -20,7 +20,6 @@ COVERAGE = 0.1875
 """Share of extra calibration windows that `best` lets the model write (`own_text.py`)."""
 RARITY = 0.25
 """Exponent by which `best` weights tokens (`token_weights.py`)."""
-MAX_SEED = 2**32 - 1
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that can be refitted to the dense model's hidden states."""
@@ -126,8 +125,7 @@ class CompressionConfig:
             raise InputError(
                 "feedback needs the MLP solver 'saliency' or 'energy': give --mlp-solver saliency, or --no-feedback"
             )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise InputError(f"seed {self.seed} is outside [0, 2^32): give a whole number such as 0")
+        check_seed(self.seed)
         if not self.modules:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
         for module in self.modules:
@@ -176,3 +174,9 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
     """Raise `InputError` unless `value` is one of `allowed`."""
     if value not in allowed:
         raise InputError(f"{name} '{value}' is unknown; allowed: {', '.join(allowed)}")
+
+
+def check_seed(seed: int) -> None:
+    """Raise `InputError` unless every generator of random numbers takes `seed`."""
+    if not 0 <= seed < 2**32:
+        raise InputError(f"seed {seed} is outside [0, 2^32): give a whole number such as 0")

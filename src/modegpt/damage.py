@@ -25,6 +25,7 @@ HELD_TOKENS = 1024
 """Tokens of text, and of what the model writes, on which damage is measured; at most a quarter of the text's windows.
 The trials carry them through the model, `3L²/2` blocks in all."""
 HELD_LENGTH = 512
+"""Of them at most from one window."""
 SEEN_COST, LOGIT_COST = 2, 1500
 """What the progress bar reckons with, measured on SmolLM2-135M and a CPU: a token on which moments are taken costs 2.2
 passes of a held token, solvers included; the float64 divergence of a logit takes the time of 1500 multiplications."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture, Dimensions
-from .checkpoint import REPORT_NAME
+from .checkpoint import REPORT_NAME, read_json
 from .errors import InputError
 from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
 from .safetensors_merge import Entry, read_header
@@ -18,10 +18,9 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 def calibrated_on(model: str) -> str | None:
     """Return the text that a compressed checkpoint says it was calibrated on; None where nothing says it."""
     try:
-        report = json.loads((Path(model) / REPORT_NAME).read_text(encoding="utf-8"))
-        data = report["calibration"]["data"]
+        data = read_json(Path(model) / REPORT_NAME)["calibration"]["data"]
         return data if isinstance(data, str) else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, InputError, KeyError, TypeError):
         return None
 
 

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import MissingExtraError
@@ -35,6 +36,12 @@ STYLE: Any = {
 """Text stays text (it can be read out, searched and copied), and the same figures give the same bytes."""
 
 Values = Sequence[float | None]
+
+
+def labels(paths: Sequence[str]) -> list[str]:
+    """Return the last part of every path or hub name, or them whole if that would not tell them apart."""
+    short = [Path(path).name or path for path in paths]
+    return short if len(set(short)) == len(short) else list(paths)
 
 
 def _turn(looks: Sequence[Any], index: int) -> Any:

@@ -178,6 +178,7 @@ class _Sweep:
         if self.overwrite:
             for part in ("points", "models"):
                 shutil.rmtree(self.out / part, ignore_errors=True)
+            self._scores_file.unlink(missing_ok=True)
         (self.out / "points").mkdir(parents=True, exist_ok=True)
         if scores is not None:
             write_json({"fingerprint": self._scores_identity(), "scores": scores.tolist()}, self._scores_file)

@@ -27,9 +27,7 @@ def draw(table: dict[str, Any], folder: Path) -> None:
 
 
 def _perplexity(points: list[dict[str, Any]], removed: list[float]) -> str:
-    sources = [entry["data"] for entry in points[0]["perplexity"]]
-    short = [Path(source).name for source in sources]
-    texts = short if len(set(short)) == len(short) else sources
+    texts = plots.labels([entry["data"] for entry in points[0]["perplexity"]])
     columns = zip(*([entry["perplexity"] for entry in point["perplexity"]] for point in points), strict=True)
     series = {text: (removed, list(column)) for text, column in zip(texts, columns, strict=True)}
     return plots.lines(series, REMOVED, "perplexity", log=_is_wide(points))

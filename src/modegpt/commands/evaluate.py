@@ -1,7 +1,6 @@
 """`modegpt eval`: how good dense and compressed models are, one alone or several side by side."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import typer
@@ -11,6 +10,7 @@ from rich.table import Table
 from ..cli_support import DEVICE, JSON, check_json, check_positive, console, dtype_name, emit, names, quiet
 from ..config import DTYPES, check_choice
 from ..errors import InputError
+from ..plots import labels
 
 DEFAULT_DATA = "wikitext2"
 
@@ -69,7 +69,7 @@ def evaluate(
         texts = {model: open_texts(data, configs[model], tokenizers[model], window) for model in models}
         measured: list[dict[str, Any]] = []
         first = None
-        for model, label in zip(models, _labels(models), strict=True):
+        for model, label in zip(models, labels(models), strict=True):
             network = open_model(model, dtype, target)
             step = _titled(progress, label) if len(models) > 1 else progress
             found, accuracies = _measure(network, tokenizers[model], texts[model], opened, bounds, step)
@@ -135,12 +135,6 @@ def _titled(progress: Callable[[str, int, int], None], label: str) -> Callable[[
     return lambda stage, done, total: progress(f"{label}: {stage}", done, total)
 
 
-def _labels(paths: Sequence[str]) -> list[str]:
-    """Return the last part of every path or hub name, or them whole if that would not tell them apart."""
-    short = [Path(path).name or path for path in paths]
-    return short if len(set(short)) == len(short) else list(paths)
-
-
 def _alike(texts: dict[str, dict[str, Any]], source: str) -> bool:
     """Whether all models predict the same tokens, without which perplexities do not compare."""
     first, *others = [own[source] for own in texts.values()]
@@ -192,7 +186,7 @@ def _comparison(measured: Sequence[dict[str, Any]], ranked: Sequence[str]) -> Ta
     table = Table("", *(escape(entry["label"]) for entry in measured), caption=caption)
     table.add_row("parameters", *(f"{entry['parameters']:,}" for entry in measured))
     sources = [row["data"] for row in measured[0]["results"]]
-    for index, label in enumerate(_labels(sources)):
+    for index, label in enumerate(labels(sources)):
         values = [entry["results"][index]["perplexity"] for entry in measured]
         best = min(values) if sources[index] in ranked else None
         table.add_row(escape(f"{label}, perplexity"), *_marked(values, best, "{:.4f}"))
