@@ -20,7 +20,7 @@ from modegpt.solvers.mlp import felt_by_logits
 from modegpt.token_weights import token_weights
 
 CPU = torch.device("cpu")
-PLAIN = [family for family in FAMILIES if "mlp" not in family.whole and family.architecture.plain_mlp]
+ADDING = [family for family in FAMILIES if "mlp" not in family.whole and family.architecture.adds_mlp]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
@@ -92,7 +92,7 @@ def felt(source, calibration: Calibration, numbers: Tensor) -> list[Tensor]:
     return totals
 
 
-@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", ADDING, ids=lambda family: family.name)
 def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family):
     windows = tokens(rows=5, length=20)
     source, calibration = opened(family.dense(), windows)
@@ -113,11 +113,22 @@ def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family):
             log_p = dense_logits(dense, last)
             noise = fisher_noise(log_p.detach().float(), (5 << 40) + (number << 12))
             (root,) = torch.autograd.grad(log_p, last, noise)
+            if source.architecture.mlp_norm:
+                root = before_norm(source, layers[index], z, root)
             effect = weights[number, ::EVERY, None] * (root @ columns).square().double()
             expected += torch.stack([(effect * z.double() ** power).sum(0) for power in (2, 1, 0)])
         # float32 forward and backward passes over batches of other sizes.
         torch.testing.assert_close(total, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().mean()))
         assert float(total[0].max()) > 0
+
+
+def before_norm(source, block, z: Tensor, root: Tensor) -> Tensor:
+    """A gradient behind `γ ∘ y/ρ`, the RMS norm of an MLP's output `y`, as it is before it."""
+    y = source.architecture.projection(block, "down")(z).detach()
+    norm = block.get_submodule(source.architecture.mlp_norm)
+    rho = (y.square().mean(-1, keepdim=True) + source.config.rms_norm_eps).sqrt()
+    gained = root * norm(torch.ones_like(y[0])).detach() * (1 + source.config.rms_norm_eps) ** 0.5
+    return gained / rho - y * (y * gained).mean(-1, keepdim=True) / rho**3
 
 
 def run_layers(source, calibration: Calibration):

@@ -1,5 +1,7 @@
 """The solvers on explicit states: what they fold into the weights is what the mathematics decided."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -257,3 +259,27 @@ def test_a_moment_of_some_tokens_gets_the_energies_of_all(bias: bool):
     assert found[3, 3] == sums["mlp_energy"][3] > 0
     assert not found[3, :3].any()
     assert not found[4].any()
+
+
+@pytest.mark.parametrize("name", ["energy", "saliency"])
+def test_neurons_count_by_what_the_norm_of_the_mlps_output_lets_through(name):
+    torch.manual_seed(7)
+    dims, rank = dims_of(), 5
+    plain = weights_of(dims, bias=False)
+    assert plain.down is not None
+    gain = torch.logspace(-2, 2, dims.d_model, dtype=torch.float64)
+    gain[3] = 0
+    heard = replace(plain, down=Affine(gain.sqrt()[:, None] * plain.down.weight, None))
+    moments = moments_of(dims, mlp=normal(TOKENS, dims.d_int))
+    with_norm, as_heard, as_it_is = (
+        SOLVERS["mlp"][name].decide(weights, dims, moments, rank, CONFIG)
+        for weights in (replace(plain, mlp_gain=gain), heard, plain)
+    )
+    rows = [decision.weights["ups"][0].weight for decision in (with_norm, as_heard, as_it_is)]
+    assert torch.equal(rows[0], rows[1])
+    assert not torch.equal(rows[0], rows[2])
+    # Least squares go row by row, so the gain changes no row of the refit, and one that is 0 loses none.
+    refitted = gain.sqrt()[:, None] * with_norm.weights["down"].weight
+    torch.testing.assert_close(refitted, as_heard.weights["down"].weight, **ROUNDING)
+    assert bool(with_norm.weights["down"].weight[3].any())
+    assert with_norm.error == as_heard.error > 0

@@ -35,7 +35,7 @@ from modegpt.token_weights import token_weights
 CPU = torch.device("cpu")
 BY_NAME = {family.name: family for family in FAMILIES}
 WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole]
-PLAIN = [family for family in WITH_MLP if family.architecture.plain_mlp]
+ADDING = [family for family in WITH_MLP if family.architecture.adds_mlp]
 SEQUENTIAL = [family for family in WITH_MLP if not family.architecture.parallel]
 LOGITS = [family for family in FAMILIES if "qk" not in family.whole and family.dims.rotary_dim]
 
@@ -146,7 +146,7 @@ def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
     assert not torch.equal(alone.get_submodule(down).weight, block.get_submodule(down).weight)
 
 
-@by_name([family for family in SEQUENTIAL if family.architecture.plain_mlp])
+@by_name([family for family in SEQUENTIAL if family.architecture.adds_mlp])
 def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Family):
     source, calibration = opened(family)
     config, ranks = CompressionConfig(solver="best"), family.ranks()[0]
@@ -173,14 +173,14 @@ def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Fami
 @by_name(WITH_MLP)
 def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: str, beside, room, limit, monkeypatch):
     source, calibration = opened(family)
-    plain, parallel = source.architecture.plain_mlp, source.architecture.parallel
-    if beside and not plain:
-        pytest.skip("what such an MLP adds is not in the space of the drift, so nothing runs beside it")
+    adds, parallel = source.architecture.adds_mlp, source.architecture.parallel
+    if beside and not adds:
+        pytest.skip("such a block puts out no sum, so nothing runs beside it")
     monkeypatch.setattr(staged, "KEPT_BYTES", room)
     config = CompressionConfig(solver="best", dtype=dtype, max_host_memory=limit)
     dense = shifted(calibration) if beside else None
     block, middle, hand_on, _outcome = halfway(source, calibration, family.ranks()[0], config, dense)
-    assert (middle is not None) == (plain and not parallel)
+    assert (middle is not None) == (adds and not parallel)
     assert middle is None or (middle.activations is not None) == (beside and room > 0 and limit is None)
     rounded_tensors(block, getattr(torch, dtype))
     whole = list(run_block(block, 0, calibration, CPU))
@@ -193,7 +193,7 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
 
 @pytest.mark.parametrize("felt", [False, True], ids=["", "felt by the logits"])
 @pytest.mark.parametrize("drifted", [True, False], ids=["drifted", "first"])
-@by_name(PLAIN)
+@by_name(ADDING)
 def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family: Family, drifted: bool, felt: bool):
     source, calibration = opened(family)
     dense, architecture = shifted(calibration), source.architecture
@@ -207,6 +207,9 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
     assert calibration.weights is not None
     rarity = torch.cat([each.flatten() for each in calibration.weights])[:, None]
     weights = rarity / torch.cat([states.flatten(0, -2) for states in dense.hidden]).norm(dim=1, keepdim=True)
+    if architecture.mlp_norm:  # it divides what the MLP puts out, and an error of that
+        y = Passed(block, architecture, before, weights).every(1)[0] @ layout.read(block).down.weight.double().T
+        weights = weights / y.square().mean(1, keepdim=True).sqrt().float()
     every = EVERY if drifted else 1
 
     # By hand: of the dense model's states, some tokens of each batch; of these, every fourth for the gates.
@@ -214,7 +217,11 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
     assert all(torch.equal(left, right) for left, right in zip(dense.hidden, batches.outputs, strict=True))
     dense_weights, narrow = layout.read(block), layout.narrowed(outcome.layer).read(fed)
     assert dense_weights.down is not None
-    down = dense_weights.down.weight.double()
+    prior = dense_weights.down.weight.double()
+    down = prior
+    if architecture.mlp_norm:  # what it multiplies a coordinate by is what the residual stream gets of it
+        gain = block.get_submodule(architecture.mlp_norm)(torch.ones(source.dims.d_model)).double()
+        down = gain.abs().sqrt()[:, None] * prior
     z, some = batches.every(every)
     moment = (some * z).T @ z
     # What they tell of each other is theirs, how much each is used is that of all tokens.
@@ -254,12 +261,15 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
         torch.testing.assert_close(narrow.ups[1].weight.double(), expected, rtol=1e-3, atol=1e-5)
         assert not torch.allclose(narrow.ups[1].weight.double(), up[kept], rtol=1e-3, atol=1e-5)
 
-    # The target is all that the block's output lacks of the dense model's when its MLP adds nothing.
+    # The target is all that the block's output lacks of the dense model's when its MLP adds nothing; where a norm
+    # decides how much the MLP adds, what the dense one gives that norm.
     lazy = Passed(fed, architecture, calibration, weights, rest=[architecture.down])
     z, _ = lazy.every(1)
     pairs = zip(dense.hidden, lazy.outputs, strict=True)
-    y = torch.cat([(target - output).flatten(0, -2) for target, output in pairs]).double()
-    prior, bias = down[:, kept], dense_weights.down.bias
+    y = torch.cat([(target - output).flatten(0, -2) for target, output in pairs]).double() / architecture.mlp_factor
+    if architecture.mlp_norm:
+        y = batches.every(1)[0] @ prior.T
+    prior, bias = prior[:, kept], dense_weights.down.bias
     if bias is not None:
         means = (weights * z).sum(0) / weights.sum(), (weights * y).sum(0) / weights.sum()
         z, y = z - means[0], y - means[1]
@@ -323,16 +333,28 @@ def test_stages_follow_the_solver_of_the_mlp_and_the_kind_of_block(settings, par
 
 
 @by_name(WITH_MLP)
-def test_an_mlp_is_refitted_to_the_dense_model_where_it_adds_to_the_residual_stream_as_it_is(family: Family):
+def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(family: Family):
     source, calibration = opened(family)
-    block = source.blocks.peek(0, CPU)
+    block, architecture = source.blocks.peek(0, CPU), source.architecture
+    outputs, change = [], torch.randn(source.dims.d_model, generator=torch.Generator().manual_seed(5))
+
+    def changed(_module, _inputs, output):
+        outputs.append(output)
+        return output + change
+
     before = torch.cat(list(run_block(block, 0, calibration, CPU)))
-    change = torch.randn(source.dims.d_model, generator=torch.Generator().manual_seed(5))
-    hook = block.get_submodule(source.architecture.down).register_forward_hook(lambda _m, _i, output: output + change)
+    hook = block.get_submodule(architecture.down).register_forward_hook(changed)
     after = torch.cat(list(run_block(block, 0, calibration, CPU)))
     hook.remove()
+    own = torch.cat(
+        [
+            output.view(len(states), -1, output.shape[-1])
+            for output, states in zip(outputs, calibration.hidden, strict=True)
+        ]
+    )
+    added = architecture.added(block, own + change) - architecture.added(block, own)
     # Residuals are of size ten, float32.
-    assert torch.allclose(after - before, change.expand_as(after), atol=1e-4) == source.architecture.plain_mlp
+    assert torch.allclose(after - before, added, atol=1e-4) == architecture.adds_mlp
 
     def weights(feedback: bool):
         config = CompressionConfig(sparsity=0.3, modules=("mlp",), feedback=feedback)
@@ -340,7 +362,7 @@ def test_an_mlp_is_refitted_to_the_dense_model_where_it_adds_to_the_residual_str
 
     fed, plain = weights(feedback=True), weights(feedback=False)
     same = all(torch.equal(left, right) for left, right in zip(fed.values(), plain.values(), strict=True))
-    assert same != source.architecture.plain_mlp
+    assert same != architecture.adds_mlp
 
 
 @by_name([BY_NAME["llama-grouped"], BY_NAME["falcon"]])

@@ -32,7 +32,7 @@ def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[
     """While the context is open, the block's attention gives zeros: for passes that go on from the middle.
 
     Given the residual stream behind its attention, a block that adds its modules' outputs to the stream as they are
-    (`Architecture.plain_mlp`, not `parallel`) then gives what the whole block gives.
+    (`Architecture.adds_mlp`, not `parallel`) then gives what the whole block gives.
     """
 
     def forward(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:

@@ -30,10 +30,14 @@ class HiddenStates:
 
     def copy(self) -> "HiddenStates":
         """Return a copy of every batch, under the same limit."""
-        copied = HiddenStates(self._max_bytes, self._folder)
+        copied = self.another()
         for states in self:
             copied.append(states)
         return copied
+
+    def another(self) -> "HiddenStates":
+        """Return an empty list under the same limit."""
+        return HiddenStates(self._max_bytes, self._folder)
 
     @property
     def n_tokens(self) -> int:

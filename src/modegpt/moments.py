@@ -4,7 +4,7 @@ Products are float32 and are added into float64, so many batches lose nothing to
 are taken is up to the solvers: each names those it reads.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -193,12 +193,14 @@ def record_moments(
     weights: Iterable[Tensor] | None = None,
     by_norm: bool = False,
     offsets: Iterable[Tensor] | None = None,
+    rms: Sequence[Tensor] | None = None,
 ) -> Iterator[None]:
     """While the context is open, every forward of a dense `block` adds its tokens to `moments`.
 
     Where only the MLP's are asked for, the block may already be a compressed one. `weights` are those of
     the tokens of each forward, in turn. With `by_norm` they are divided by the norms of what the block puts out
-    (`weighed_by_norm`), so its tokens are added as it ends. `offsets` are those of `Calibration`.
+    (`weighed_by_norm`), so its tokens are added as it ends, by when the last of `rms` is that of this forward (see
+    `NormedOutputs`; none where nothing is normed). `offsets` are those of `Calibration`.
     """
     layout = Layout.dense(architecture, dims)
     coming = None if weights is None else iter(weights)
@@ -214,7 +216,7 @@ def record_moments(
         def begin(states: Tensor) -> None:
             weights = None if coming is None else next(coming)
             if by_norm:
-                weights = weighed_by_norm(weights, states)
+                weights = weighed_by_norm(weights, states, rms[-1] if rms else None)
             moments.begin(len(states), states.shape[1], None if starts is None else next(starts))
             if weights is None:
                 moments.n_tokens += len(moments.counted(states))

@@ -214,7 +214,7 @@ class Run:
         """
         config = self.config
         windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
-        feedback = config.feeds_back and self.source.architecture.plain_mlp
+        feedback = config.feeds_back and self.source.architecture.adds_mlp
         calibration = self._weighted(windows, streams=3 if feedback else 1)  # the probe takes a copy at the end
         # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None

@@ -14,6 +14,7 @@ from .config import CompressionConfig
 from .distributed import Team
 from .fisher import FisherProbe
 from .moments import BlockMoments, record_moments
+from .normed_outputs import NormedOutputs
 from .preparation import Source, output_dtype
 from .report import Stopwatch
 from .surgery import (
@@ -79,7 +80,7 @@ class BlockCompressor:
             return self._beside(block, index, calibration, ranks, dense, drifted)
         outcome, middle = None, None
         for modules in stages(ranks, self.source.architecture, self.source.dims, self.config) or [()]:
-            if outcome is not None and self.source.architecture.plain_mlp:
+            if outcome is not None and self.source.architecture.adds_mlp:
                 # All but the MLP is final: what follows it must be what the written weights give.
                 mlp = (*self.source.architecture.up, self.source.architecture.down)
                 round_weights(block, output_dtype(self.config, self.source), besides=mlp)
@@ -105,7 +106,8 @@ class BlockCompressor:
             down = architecture.projection(block, "down")
             for batch, states in enumerate(calibration.hidden):
                 with torch.no_grad():  # a family may run its MLP on all tokens in one row
-                    calibration.hidden[batch] = states.to(self.device) + down(middle.activations[batch]).view_as(states)
+                    added = architecture.added(block, down(middle.activations[batch]))
+                    calibration.hidden[batch] = states.to(self.device) + added.view_as(states)
 
     def _beside(
         self,
@@ -126,15 +128,20 @@ class BlockCompressor:
         if probe is not None:
             more.append("fisher")
         neurons = self._moments([module for module in modules if module == "mlp"], block, more, EVERY if drifted else 1)
+        normed = None
+        if "mlp" in modules and source.architecture.mlp_norm:
+            normed = NormedOutputs(dense.hidden.another())
         with self.watch.stage("moments"), ExitStack() as stack:
             if probe is not None:
                 probe.take(block, index, dense)
                 stack.enter_context(probe.record(block, source.architecture, dense, neurons["fisher"]))
+            if normed is not None:
+                stack.enter_context(normed.record(block, source.architecture))
             for moments in (attention, neurons):
                 if moments.sums:
-                    by_norm = moments is neurons
+                    by_norm, rms = moments is neurons, None if normed is None else normed.rms
                     recorder = record_moments(
-                        block, source.architecture, dims, moments, dense.weights, by_norm, dense.offsets
+                        block, source.architecture, dims, moments, dense.weights, by_norm, dense.offsets, rms
                     )
                     stack.enter_context(recorder)
             advance(block, index, dense, self.device)
@@ -154,7 +161,7 @@ class BlockCompressor:
         moments = BlockMoments.zeros(replace(dims, d_int=ranks["mlp"]), needed, self.device)
         middle = None if source.architecture.parallel else Middle()
         with self.watch.stage("moments"):
-            self._measure(block, index, calibration, ("mlp",), moments, middle, dense)
+            self._measure(block, index, calibration, ("mlp",), moments, middle, dense, normed)
         self._summed(moments, index)
         with self.watch.stage("decompose"):
             outcome = refit_down(block, Layout.dense(source.architecture, dims), moments, index, outcome, drifted)
@@ -197,21 +204,23 @@ class BlockCompressor:
         moments: BlockMoments,
         middle: Middle | None,
         dense: Calibration | None = None,
+        normed: NormedOutputs | None = None,
     ) -> None:
         """Add to the moments of some modules.
 
         With a `middle`, the calibration is replaced by what follows the attention. With `dense`, the dense model's
-        states behind this block, what the output lacks of them is the target of the MLP, whose neurons are chosen; and
-        tokens count by their norms.
+        states behind this block, the target of the MLP, whose neurons are chosen, is what the output lacks of them; or,
+        where its output is normed, what the dense one puts out (`normed`). Tokens then count by their norms.
         """
         if not modules:
             return
         architecture = self.source.architecture
         targets, weights = None, calibration.weights
         if dense is not None:
-            targets = iter(dense.hidden)
-            pairs = zip(weights or [None] * len(dense.hidden), dense.hidden, strict=True)
-            weights = (weighed_by_norm(known, states) for known, states in pairs)
+            targets = iter(dense.hidden if normed is None else normed.states)
+            unknown = [None] * len(dense.hidden)
+            known = zip(weights or unknown, dense.hidden, unknown if normed is None else normed.rms, strict=True)
+            weights = (weighed_by_norm(*each) for each in known)
         idle = [architecture.down] if architecture.down else []
         if "mlp" not in modules:
             idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
@@ -227,7 +236,10 @@ class BlockCompressor:
             stack.enter_context(at_rest(block, idle))
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
                 if targets is not None:
-                    moments.update_target(next(targets).to(self.device) - output)
+                    target = next(targets).to(self.device)
+                    if normed is None:
+                        target = (target - output) / float(architecture.mlp_factor)
+                    moments.update_target(target)
                 if middle is not None:
                     calibration.hidden[batch] = output
 

@@ -23,17 +23,23 @@ def token_weights(windows: Tensor, exponent: float) -> Tensor | None:
     return weights / weights.mean()
 
 
-def weighed_by_norm(weights: Tensor | None, states: Tensor) -> Tensor:
+def weighed_by_norm(weights: Tensor | None, states: Tensor, rms: Tensor | None = None) -> Tensor:
     """Return `w_t / ‖h_t‖` of every token, `(batch, tokens)` float32 on the device of the states; 0 where `h_t = 0`.
 
     The layers behind a block read its output normed, so an error of a given size matters less, the larger the state is:
     `w_t / ‖h_t‖²` would count it as the next norm sees it. Halfway loses least on other text (docs/log.md), and tokens
     with massive states, which some models make of the first one, no longer rule a moment.
 
+    Where a norm divides the MLP's output by its RMS `r_t` before it is added, it divides an error of it, too; half of
+    that exponent is `w_t / (r_t ‖h_t‖)`.
+
     Args:
         weights: `(batch, tokens)`, or None where all count alike.
         states: `(batch, tokens, d_model)` hidden states behind a block.
+        rms: `(batch, tokens)` `r`, where there is such a norm.
     """
     norms = states.float().norm(dim=-1)
+    if rms is not None:
+        norms *= rms.to(norms.device)
     inverse = torch.where(norms > 0, 1 / norms, 0)
     return inverse if weights is None else weights.to(states.device, torch.float32) * inverse

@@ -46,6 +46,8 @@ class BlockWeights:
     """Every map into the MLP's intermediate space, each `(d_int, d_model)`; none where the MLP stays whole."""
     down: Affine | None
     """`(d_model, d_int)`; None where the MLP stays whole."""
+    mlp_gain: Tensor | None = None
+    """`(d_model,)` what the norm of the MLP's output multiplies it by, after the division by its RMS; None without."""
     norms: tuple[Tensor, ...] = ()
     """Gains of query and key norms by head coordinate, where the family stores those in another order."""
 
@@ -102,7 +104,10 @@ class Layout:
         ups = tuple(affine(module).rows(rows) for module, rows in self.ups(block))
         down = affine(architecture.projection(block, "down")) if architecture.down else None
         output = affine(architecture.projection(block, "output"))
-        return BlockWeights(**heads, output=output, ups=ups, down=down, norms=self._norms(block))
+        gain = None
+        if down is not None and architecture.mlp_norm:
+            gain = block.get_submodule(architecture.mlp_norm)(down.weight.new_ones(len(down.weight)))
+        return BlockWeights(**heads, output=output, ups=ups, down=down, mlp_gain=gain, norms=self._norms(block))
 
     @torch.no_grad()
     def write(self, block: nn.Module, weights: BlockWeights) -> None:

@@ -5,6 +5,6 @@ from .spec import Architecture
 GRANITE = Architecture(
     model_type="granite",
     name="Granite",
-    plain_mlp=False,
+    mlp_factor="residual_multiplier",
     notes="Granite 3, dense; attention, residual and embedding multipliers",
 )

@@ -7,7 +7,7 @@ OLMO2 = Architecture(
     name="Olmo2",
     # The block has norms after its modules only, so the MLP reads the residual stream itself.
     middle="mlp",
-    plain_mlp=False,
+    mlp_norm="post_feedforward_layernorm",
     query_norm="q_norm",
     key_norm="k_norm",
     norm_input="flat",

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,13 @@ class Architecture:
     """The module whose input is the residual stream between attention and MLP, from the block."""
     parallel: bool | str = False
     """Whether attention and MLP read the same input, so that there is no such stream; or the config's switch."""
-    plain_mlp: bool | str = True
-    """Whether the MLP's output is added to the residual stream as it is, no norm or factor between; or the config's
+    adds_mlp: bool | str = True
+    """Whether a block puts out the residual stream plus what its MLP adds, and no norm of that sum; or the config's
     switch."""
+    mlp_norm: str = ""
+    """The RMS norm that the MLP's output passes before it is added, from the block; empty for none."""
+    mlp_factor: float | str = 1.0
+    """What the MLP's output is multiplied by before it is added, or the config's name for that."""
     kv_heads: int | str = "num_key_value_heads"
     """The config's name for the number of key heads, or the number; 0 where each query head has its own."""
     width: str = "intermediate_size"
@@ -94,8 +99,9 @@ class Architecture:
             InputError: the config asks for what is not supported; the message says why.
         """
         parallel = getattr(config, self.parallel) if isinstance(self.parallel, str) else self.parallel
-        plain_mlp = getattr(config, self.plain_mlp) if isinstance(self.plain_mlp, str) else self.plain_mlp
-        return replace(self, parallel=bool(parallel), plain_mlp=bool(plain_mlp))
+        adds_mlp = getattr(config, self.adds_mlp) if isinstance(self.adds_mlp, str) else self.adds_mlp
+        factor = getattr(config, self.mlp_factor) if isinstance(self.mlp_factor, str) else self.mlp_factor
+        return replace(self, parallel=bool(parallel), adds_mlp=bool(adds_mlp), mlp_factor=float(factor))
 
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""
@@ -139,6 +145,13 @@ class Architecture:
         """Return the norms of queries and keys that a block has."""
         attention = block.get_submodule(self.attention)
         return [getattr(attention, name) for name in (self.query_norm, self.key_norm) if hasattr(attention, name)]
+
+    @torch.no_grad()
+    def added(self, block: nn.Module, output: Tensor) -> Tensor:
+        """Return what a block adds to the residual stream of its MLP's `(..., d_model)` output."""
+        if self.mlp_norm:
+            output = block.get_submodule(self.mlp_norm)(output)
+        return output if self.mlp_factor == 1 else output * float(self.mlp_factor)
 
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""

@@ -61,7 +61,10 @@ def late(select: Callable[[Tensor, Tensor, int], NystromResult]) -> Decide:
     ) -> Decision:
         assert weights.down is not None
         down = weights.down.weight.double()
-        result = select(centred(moments, "mlp"), down, rank)
+        moment = centred(moments, "mlp")
+        result = select(moment, _heard(down, weights.mlp_gain), rank)
+        if weights.mlp_gain is not None:  # which may be 0; a refit goes row by row, and asks for none
+            result = result._replace(weight=refit_weight(moment, down, result.kept, RIDGE))
         bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, result.kept)
         return _decision(weights, moments, result, bias, [])
 
@@ -80,7 +83,7 @@ def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
         weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
     ) -> Decision:
         assert weights.down is not None
-        down, moment = weights.down.weight.double(), as_used(moments)
+        down, moment = _heard(weights.down.weight, weights.mlp_gain), as_used(moments)
         scores, gated = score(moment, down), "gate" in moments.sums
         if gated:
             scores = scores * own_share(moments["gate"], GATE_RIDGE)
@@ -91,12 +94,22 @@ def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
         ups = [up.rows(kept) for up in weights.ups]
         if gated:
             refitted = refit_weight(moment, down, kept, RIDGE)
-            ups[1] = _folded(weights.ups[1], moments["gate"], weights.down.weight, kept, refitted)
+            ups[1] = _folded(weights.ups[1], moments["gate"], down, kept, refitted)
         return Decision(
             {"ups": tuple(ups), "down": Affine(weights.down.weight[:, kept], weights.down.bias)}, 0.0, _dead(moments)
         )
 
     return decide
+
+
+def _heard(down: Tensor, gain: Tensor | None) -> Tensor:
+    """Return `|γ|^½ ∘ w_i`, by which neurons are chosen; `w_i` where no norm stands behind the MLP.
+
+    The residual stream gets `γ ∘ w_i`, up to the norm's division, and a few coordinates of large `γ` rule that. Halfway
+    there the divergence of Gemma 3 at 30 % is 18, 9 and 12 % less than without on three held-out texts; the whole way
+    takes another 3 % off one and gives 6 and 4 % back on the others (docs/log.md).
+    """
+    return down.double() if gain is None else gain.double().abs().sqrt()[:, None] * down.double()
 
 
 def as_used(moments: BlockMoments) -> Tensor:
