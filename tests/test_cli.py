@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -476,7 +477,14 @@ def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path:
 
 
 def test_an_unknown_command_is_refused():
-    assert_refused(modegpt("squeeze"), "squeeze")
+    assert_refused(modegpt("squeeze"), "squeeze'; see --help")
+
+
+def test_the_version_is_told_with_those_that_a_bug_report_needs():
+    told = modegpt("--version")
+    assert told.exit_code == 0
+    assert told.stdout.startswith(f"modegpt {version('modegpt')} (torch {torch.__version__}, transformers ")
+    assert len(told.stdout.splitlines()) == 1
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -40,8 +40,27 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Makes a Hugging Face language model smaller and faster without training.",
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if not asked:
+        return
+    from .report import versions
+
+    found = versions()
+    beside = ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "python"))
+    print(f"modegpt {found['modegpt']} ({beside})")
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(
+        False, "--version", callback=_tell_version, is_eager=True, help="Show the versions and exit."
+    ),
+) -> None:
+    """Makes a Hugging Face language model smaller and faster without training."""
 
 
 @app.command()

@@ -76,7 +76,8 @@ def _fail_for(problem: Exception) -> NoReturn:
     # The parser's own complaints: their base class has moved between typer's versions, the method has not.
     if not hasattr(problem, "format_message"):
         raise problem
-    fail(f"{problem.format_message() or 'no command was given'}; see --help", 2)  # pyright: ignore
+    said = problem.format_message().rstrip(".")  # pyright: ignore
+    fail(f"{said or 'no command was given'}; see --help", 2)
 
 
 def fail(message: str, code: int) -> NoReturn:
