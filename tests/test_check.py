@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import FalconConfig, LlamaConfig, MambaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    FalconConfig,
+    LlamaConfig,
+    MambaConfig,
+    MinistralConfig,
+    NemotronConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    SmolLM3Config,
+)
 from typer.testing import CliRunner, Result
 
 from conformance.families import FAMILIES, SIZES, Family
 from modegpt.architectures import ARCHITECTURES, Dimensions, architecture_of
-from modegpt.checking import CHECKS
+from modegpt.checking import CHECKS, run_checks
 from modegpt.cli import app
-from modegpt.tiny import random_model, tiny_config
+from modegpt.tiny import BY_LAYER, random_model, tiny_config
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "json-output.md").read_text(encoding="utf-8")
 
@@ -122,6 +131,45 @@ def test_a_wrong_description_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert told(result)["parameter count"]["result"] == "passed"
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong", "failed"),
+    [
+        ("glm4", {"mlp_norm": ""}, "what the MLP adds"),
+        ("granite", {"mlp_factor": 1.0}, "what the MLP adds"),
+        ("apertus", {"buffers": ()}, "fresh process"),
+    ],
+)
+def test_one_wrong_field_fails_the_check_that_the_guide_names(
+    name: str, wrong: dict[str, Any], failed: str, monkeypatch
+):
+    monkeypatch.setitem(ARCHITECTURES, name, replace(ARCHITECTURES[name], **wrong))
+    if failed != "fresh process":
+        monkeypatch.delitem(CHECKS, "fresh process")
+    dense = next(family for family in FAMILIES if family.name == name).dense()
+    assert [check.name for check in run_checks(dense, 0.3) if check.result == "failed"] == [failed]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [(MinistralConfig(), "no ministral model of this config"), (NemotronConfig(), "no nemotron model of this config")],
+)
+def test_a_config_of_which_no_model_can_be_made_is_refused(config: PreTrainedConfig, words: str, tmp_path: Path):
+    """These two are transformers' own defaults: without a head dim, and without a number of key heads."""
+    result = check(folder_of(config, tmp_path))
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert words in result.stderr
+
+
+def test_layers_of_two_kinds_are_told_and_tried(tmp_path: Path):
+    config = SmolLM3Config(**{**SIZES, "num_hidden_layers": 6}, no_rope_layers=[1, 1, 1, 0, 1, 1])
+    assert set(tiny_config(config, architecture_of(config)).no_rope_layers) == {0, 1}
+    lines = told(check(folder_of(config, tmp_path), "--config-only", "--json", "-"))
+    assert "1 of 6 layers have none: there query and key may be cut" in lines["positions"]["meaning"]
+    assert "2 to 8 coordinates a head, in pairs; 6 at sparsity 0.3" in lines["query-key ranks"]["meaning"]
+    assert "in the other layers 1 to 8 coordinates a head" in lines["query-key ranks"]["meaning"]
+
+
 def test_the_weights_themselves(tiny_llama_dir: Path):
     result = check(tiny_llama_dir, "--weights", "--json", "-")
     assert result.exit_code == 0, result.output
@@ -153,5 +201,6 @@ def test_a_tiny_model_keeps_every_switch(family: Family):
     }
     changed = {name for name in switches - sizes if config.to_dict()[name] != tiny.to_dict().get(name)}
     assert changed <= {"dtype", "_name_or_path"}
-    assert set(getattr(config, "layer_types", None) or ()) == set(getattr(tiny, "layer_types", None) or ())
+    for name in BY_LAYER:
+        assert set(getattr(config, name, None) or ()) == set(getattr(tiny, name, None) or ())
     assert random_model(tiny).num_parameters() < 250_000

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, OPTConfig, PreTrainedConfig, Starcoder2Config
+from transformers import GPT2Config, OPTConfig, PreTrainedConfig, SeedOssConfig, Starcoder2Config
 
 from conformance.families import GROUPED, NO_WIDTH, OPT_SIZES, SIZES, Family, tokens
 from conformance.helpers import compressed_from
@@ -10,6 +10,7 @@ from modegpt import CompressionConfig, compress
 
 DROPPING = {
     "starcoder2": lambda share: Starcoder2Config(**SIZES, **GROUPED, residual_dropout=share),
+    "seed_oss": lambda share: SeedOssConfig(**SIZES, **GROUPED, residual_dropout=share, attention_dropout=0.0),
     "gpt2": lambda share: GPT2Config(**NO_WIDTH, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=share),
     "opt": lambda share: OPTConfig(**OPT_SIZES, dropout=share, attention_dropout=0.0),
 }

@@ -404,8 +404,8 @@ def test_logits_are_measured_with_the_models_own_attention(family: Family, imple
 
     monkeypatch.setattr(attention_logits, "gram", gram)
     dims = family.dims
-    layout = Layout.dense(family.architecture, dims)
     for index, block in enumerate(decoder_layers(model, family.architecture.describe())):
+        layout = Layout.dense(family.architecture, family.architecture.block_dims(block, dims))
         seen.clear()
         hooks = hooks_of(block)
         total = torch.zeros(dims.n_heads, dims.d_head, dims.d_head, dtype=torch.float64)
@@ -422,7 +422,7 @@ def test_logits_are_measured_with_the_models_own_attention(family: Family, imple
             logs = torch.where(own > 0, own.double().log(), 0)
             spread = (own * (logs - (own * logs).sum(-1, keepdim=True)).square()).sum((0, 2, 3))
             c = torch.ones(dims.d_head, dtype=torch.float64)
-            c[dims.rotary_dim // 2 : dims.rotary_dim] = 0
+            c[layout.dims.rotary_dim // 2 : layout.dims.rotary_dim] = 0
             torch.testing.assert_close(total @ c @ c, spread.double(), rtol=1e-3, atol=1e-4)
         assert hooks_of(block) == hooks
 

@@ -31,8 +31,8 @@ def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[None]:
     """While the context is open, the block's attention gives zeros: for passes that go on from the middle.
 
-    Given the residual stream behind its attention, a block that adds its modules' outputs to the stream as they are
-    (`Architecture.adds_mlp`, not `parallel`) then gives what the whole block gives.
+    Given the residual stream behind its attention, a block that puts out a sum (`Architecture.adds_mlp`, not
+    `parallel`) then gives what the whole block gives: norms and factors make zeros of zeros.
     """
 
     def forward(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:

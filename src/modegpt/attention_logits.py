@@ -100,7 +100,7 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
 def _table(table: Tensor, layout: Layout) -> Tensor:
     """Return cosines or sines by pair, `(1 or batch, 1, tokens, r/2)`: every table holds each of them twice."""
     half = layout.dims.rotary_dim // 2
-    table = table[..., ::2] if layout.interleaved else table[..., :half]
+    table = table[..., ::2] if layout.architecture.interleaved_tables else table[..., :half]
     return table[:, None].float()
 
 

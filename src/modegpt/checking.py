@@ -18,6 +18,7 @@ from .cache_name import CACHE
 from .compress import compress
 from .config import CompressionConfig
 from .densify import densify, in_float64
+from .inspection import describe
 from .modeling_modegpt import decoder_layers
 from .tiny import random_model, tiny_config
 
@@ -202,6 +203,46 @@ def _order(subject: Subject) -> tuple[str, str]:
     )
 
 
+@torch.no_grad()
+def _sum(subject: Subject) -> tuple[str, str]:
+    """Change what the MLP of one block gives, and see whether the block's output changes by what it should."""
+    architecture = subject.architecture
+    if not architecture.down:
+        return "skipped", "the MLP stays whole"
+    if not architecture.adds_mlp:
+        return "skipped", "the block norms its sum, so the MLP is compressed without the dense model beside"
+    block = decoder_layers(subject.dense, architecture.describe())[0]
+    down = architecture.projection(block, "down")
+
+    def run(change: float) -> tuple[Tensor, Tensor]:
+        """Return the MLP's output, each coordinate of it changed, and the block's."""
+        seen: list[Tensor] = []
+
+        def alter(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+            output = output + change * torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype, device=output.device)
+            seen.append(output.clone())
+            return output
+
+        def note(_module: Any, _inputs: Any, output: Any) -> None:
+            seen.append((output[0] if architecture.tuple_output else output).clone())
+
+        hooks = [down.register_forward_hook(alter), block.register_forward_hook(note)]
+        try:
+            _logits(subject.dense, subject.ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen[0].view_as(seen[1]), seen[1]
+
+    (output, before), (changed, after) = run(0), run(1)
+    expected = architecture.added(block, changed) - architecture.added(block, output)
+    difference, allowed = _distance(after - before, expected), subject.allowed(before)
+    told = f"off by {difference:.1e} at most, allowed {allowed:.1e}"
+    if difference <= allowed:
+        return "passed", f"a block adds to the residual stream what is described of its MLP's output ({told})"
+    return "failed", f"a block adds something else of its MLP's output: see mlp_norm, mlp_factor, adds_mlp ({told})"
+
+
 def _parameters(subject: Subject) -> tuple[str, str]:
     dense, left = subject.dense.num_parameters(), subject.compressed.num_parameters()
     report = subject.compressed.modegpt_report
@@ -220,6 +261,7 @@ def _fresh_process(subject: Subject) -> tuple[str, str]:
         torch.save(
             {"ids": subject.ids, "logits": _logits(subject.compressed.cpu(), subject.ids)}, folder / "expected.pt"
         )
+        found = describe(folder / "model")["parameters"]
         environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"}
         threads = str(torch.get_num_threads())
         run = subprocess.run(
@@ -229,6 +271,8 @@ def _fresh_process(subject: Subject) -> tuple[str, str]:
             text=True,
             check=False,
         )
+    if found != subject.compressed.modegpt_report["parameters"]:
+        return "failed", f"by its files it has {found}, which is not what the report says: see buffers, file_names"
     if run.returncode == 0:
         return "passed", "saved and opened by transformers alone, with trust_remote_code, it gives the same bits"
     lines = run.stderr.strip().splitlines() or ["no message"]
@@ -294,6 +338,7 @@ CHECKS: dict[str, Callable[[Subject], tuple[str, str]]] = {
     "sparsity 0": _sparsity_zero,
     "zeroed coordinates": _zeroed,
     "order in a block": _order,
+    "what the MLP adds": _sum,
     "parameter count": _parameters,
     "fresh process": _fresh_process,
     "cached generation": _cached,

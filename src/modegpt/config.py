@@ -69,8 +69,9 @@ class CompressionConfig:
     with `paper`."""
     feedback: bool | None = None
     """Whether the dense model runs beside the compressed one: attention's moments are then taken from it, neurons are
-    chosen by it, and each MLP is refitted to what makes up for all that its block's output lacks of the dense one.
-    None for yes, and no with the MLP solver `leverage`."""
+    chosen by it, and each MLP is refitted to what makes up for all that its block's output lacks of the dense one; or,
+    where a norm decides how much an MLP adds, to what the dense MLP gives that norm. None for yes, and no with the MLP
+    solver `leverage`."""
     rarity: float | None = None
     """A token that occurs `n` times in the calibration windows counts `n^-rarity` in the moments of the MLP and of the
     contexts; None for 0.25 with `best`, and 0, all alike, with `paper`."""

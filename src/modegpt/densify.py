@@ -39,15 +39,16 @@ def densify(architecture: Architecture, dims: Dimensions, compressed: Any, dense
     assert set(model.load_state_dict(outside, strict=False).missing_keys) <= {
         name for name in model.state_dict() if name.startswith(prefix) or name == "lm_head.weight"
     }
-    layout = Layout.dense(architecture, dims)
     described = zip(own_blocks, compressed.config.modegpt["layers"], strict=True)
     for target, (source, layer) in zip(decoder_layers(model, architecture.describe()), described, strict=True):
         _copy_the_rest(architecture, target, source)
+        own_dims = architecture.block_dims(target, dims)
+        layout = Layout.dense(architecture, own_dims)
         index = getattr(source.get_submodule(architecture.attention), "rope_index", None)
-        if index is not None and architecture.interleaved:
+        if index is not None and architecture.interleaved_tables:
             index = index // 2
         narrow = layout.narrowed(layer).read(source)
-        layout.write(target, _widened(narrow, layer, index, dims))
+        layout.write(target, _widened(narrow, layer, index, own_dims))
     return model
 
 

@@ -1,5 +1,8 @@
 """The errors a user can meet, one class for each way they are handled."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ModegptError(Exception):
     """Base of every error this package raises on purpose; `exit_code` is what the command line returns."""
@@ -27,3 +30,28 @@ class NumericalError(ModegptError, ArithmeticError):
 
 class WriteError(ModegptError):
     """The disk refused a file; what was finished before is kept, and the message says how to go on. Exit code 1."""
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turn whatever a reader of files or configs raises into one line.
+
+    For a name that nothing stands behind, a missing network, a broken file or a config that contradicts itself
+    transformers and safetensors raise a dozen kinds of errors with no common base.
+
+    Raises:
+        InputError: something was raised; says what could not be done, and the first line of why.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as problem:
+        kind = "" if isinstance(problem, (OSError, ValueError)) else f"{type(problem).__name__}: "
+        raise InputError(f"{what}: {kind}{first_line(problem)}") from problem
+
+
+def first_line(problem: Exception) -> str:
+    """Return what an error says first, or its name if it says nothing."""
+    lines = str(problem).strip().splitlines()
+    return lines[0] if lines else type(problem).__name__

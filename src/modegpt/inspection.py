@@ -36,9 +36,13 @@ def describe(folder: str | Path) -> dict[str, Any]:
     path = Path(folder)
     config = _read_config(path)
     tensors = _headers(path)
-    parameters = {f".{name}": prod(entry.shape) for name, entry in tensors.items() if entry.dtype in BYTES}
-    element = _element_bytes(tensors)
     architecture, dims = _dense_sizes(config)
+    parameters = {
+        f".{name}": prod(entry.shape)
+        for name, entry in tensors.items()
+        if entry.dtype in BYTES and not name.endswith(architecture.buffers)
+    }
+    element = _element_bytes(tensors)
     full, layers = dims.full_ranks, []
     for index, entry in enumerate(config["modegpt"]["layers"]):
         inside = f".{config['modegpt']['architecture']['layers']}.{index}."

@@ -195,6 +195,8 @@ class CompressedAttention:
 
     def _window(self) -> int | None:
         """The layer's sliding window: its own where the family sets one by layer, else the config's."""
+        if not getattr(self, "is_sliding", True):  # EXAONE 4 sets a window in every layer, and passes it in some
+            return None
         owner = self if hasattr(self, "sliding_window") else self.config
         return getattr(owner, "sliding_window", None)
 

@@ -1,8 +1,6 @@
 """Opens what a user calls MODEL: a hub name, a local folder, or a `.gguf` file; dense or compressed."""
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from .architectures import Architecture, architecture_of
-from .errors import InputError, MissingExtraError
+from .errors import InputError, MissingExtraError, first_line, refused
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -76,7 +74,7 @@ def local_folder(name: str) -> Path | None:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError, HfHubHTTPError) as problem:
-        raise InputError(f"model '{name}' cannot be fetched: {_first_line(problem)}") from problem
+        raise InputError(f"model '{name}' cannot be fetched: {first_line(problem)}") from problem
 
 
 def open_config(name: str) -> PreTrainedConfig:
@@ -86,7 +84,7 @@ def open_config(name: str) -> PreTrainedConfig:
         InputError: there is no such model, or its config cannot be read.
     """
     location, arguments = _where(name)
-    with _refused(f"model '{name}' cannot be opened"):
+    with refused(f"model '{name}' cannot be opened"):
         return AutoConfig.from_pretrained(location, **arguments)
 
 
@@ -116,7 +114,7 @@ def open_tokenizer(name: str) -> Any:
     if not has_tokenizer(name):
         # transformers would make up an empty tokenizer for some families.
         raise InputError(f"model folder '{name}' has no tokenizer; save the tokenizer beside the model")
-    with _refused(f"the tokenizer of '{name}' cannot be opened"):
+    with refused(f"the tokenizer of '{name}' cannot be opened"):
         return AutoTokenizer.from_pretrained(location, **arguments)
 
 
@@ -143,7 +141,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     bars = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        with _refused(f"model '{name}' cannot be loaded"):
+        with refused(f"model '{name}' cannot be loaded"):
             # With the loading info it returns a pair, which transformers' types do not say.
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 location, dtype=dtype, output_loading_info=True, **arguments
@@ -158,24 +156,3 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
             f"the files of model '{name}' lack the weight '{missing[0]}'{more}: fetch it again, or mend its config"
         )
     return model.to(device).eval()
-
-
-@contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Turn whatever a reader of files raises into one line.
-
-    For a name that nothing stands behind, a missing network, a broken file or a config that contradicts itself the
-    readers of transformers and safetensors raise a dozen kinds of errors with no common base.
-    """
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as problem:
-        kind = "" if isinstance(problem, (OSError, ValueError)) else f"{type(problem).__name__}: "
-        raise InputError(f"{what}: {kind}{_first_line(problem)}") from problem
-
-
-def _first_line(problem: Exception) -> str:
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__

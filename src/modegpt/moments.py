@@ -40,7 +40,8 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
 }
 """The sums that can be taken. `z` is the input of the down projection, `q k v` are the projections' outputs before the
 rotary embedding, biases included, `u` is the context, the input of the output projection, and `y` is what the MLP would
-have to add for the block's output to be the dense model's. Over all tokens, each times its weight: `mlp = Σ z zᵀ`,
+have to put out for the block's output to be the dense model's, or, where a norm follows it, what the dense one does put
+out. Over all tokens, each times its weight: `mlp = Σ z zᵀ`,
 `mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, `target_sum = Σ y`, `target_energy = Σ ‖y‖²`, and over all heads
 `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head: `query = Σ q²`, `key = Σ k²`,
 `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and `logits`, the covariance of the
@@ -202,7 +203,7 @@ def record_moments(
     (`weighed_by_norm`), so its tokens are added as it ends, by when the last of `rms` is that of this forward (see
     `NormedOutputs`; none where nothing is normed). `offsets` are those of `Calibration`.
     """
-    layout = Layout.dense(architecture, dims)
+    layout = Layout.dense(architecture, architecture.block_dims(block, dims))
     coming = None if weights is None else iter(weights)
     starts = None if offsets is None else iter(offsets)
     sources = {name.split("_")[0] for name in moments.sums}

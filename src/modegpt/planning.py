@@ -82,9 +82,7 @@ def estimate(
     # The model writes the rest, and runs each token once for each that follows it in its continuation.
     n_written = (n_tokens - config.samples * config.seq_len) * (LENGTH - 1) / 2
     adds = source.architecture.adds_mlp
-    streams = 1
-    if config.feeds_back and adds:
-        streams = 3 if source.architecture.mlp_norm else 2  # there the dense MLP's outputs are kept, too
+    streams = 3 if config.feeds_back and adds else 1  # as `Run.compress_blocks` has them
     n_passes = 2 + (solver_of("mlp", config).late and not adds)
     dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
     block = max(size.total for size in sizes)

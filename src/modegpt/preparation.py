@@ -155,6 +155,7 @@ def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
 
 def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:
     """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
+    dims = architecture.block_dims(block, dims)
     cost = architecture.rank_costs(dims, lambda path: block.get_submodule(path).bias is not None)
     whole = {"qk"} if architecture.norms(block) else set()
     if architecture.whole_mlp:

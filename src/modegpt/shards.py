@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from .architectures import architecture_of
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
 from .blocks import Calibration, check_weights, layers_prefix, required_tensors
-from .errors import InputError
+from .errors import InputError, refused
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
 from .safetensors_merge import Entry, read_header
@@ -161,10 +161,13 @@ class ShardBlocks:
             module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
 
     def _load(self, module: nn.Module, prefix: str, device: torch.device) -> None:
-        for name in [name for name, _parameter in module.named_parameters()]:
+        parameters = {name for name, _parameter in module.named_parameters()}
+        for name in list(module.state_dict()):  # buffers are among these, as the numbers of an activation
             path, _, key = name.rpartition(".")
-            tensor = self._read(prefix + name).to(device, self.dtype)
-            setattr(module.get_submodule(path), key, nn.Parameter(tensor, requires_grad=False))
+            tensor = self._read(prefix + name)
+            tensor = tensor.to(device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+            own = nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
+            setattr(module.get_submodule(path), key, own)
 
     def _read(self, name: str) -> Tensor:
         stored = _stored_name(name, self._files, self.model)
@@ -175,8 +178,12 @@ class ShardBlocks:
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the dense model on the meta device: every module and shape, no memory."""
-    with torch.device("meta"):
+    """Return the dense model on the meta device: every module and shape, no memory.
+
+    Raises:
+        InputError: no model can be made of the config.
+    """
+    with torch.device("meta"), refused(f"transformers makes no {config.model_type} model of this config"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     return model.eval()

@@ -232,7 +232,7 @@ class BlockCompressor:
                 kept = middle.activations = []
                 down = architecture.projection(block, "down")
                 stack.callback(down.register_forward_pre_hook(lambda _m, inputs: kept.append(inputs[0])).remove)
-            # What these would give is read by nothing; without it, a block with a plain MLP gives its middle.
+            # What these would give is read by nothing; without it, a block that puts out a sum gives its middle.
             stack.enter_context(at_rest(block, idle))
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
                 if targets is not None:

@@ -53,9 +53,9 @@ def facts(config: PreTrainedConfig, architecture: Architecture, sparsity: float)
         "family": f"{architecture.model_type} ({architecture.causal_class}): {architecture.notes}",
         "heads": _heads(dims),
         "projections": _projections(architecture, blocks[0]),
-        "positions": _positions(config, architecture, dims),
+        "positions": _positions(config, architecture, dims, sizes),
         "attention window": _window(config, dims),
-        **{f"{NAMES[module]} ranks": _rank(module, sizes[0], architecture, ranks[0], sparsity) for module in NAMES},
+        **{f"{NAMES[module]} ranks": _rank(module, sizes, architecture, ranks, sparsity) for module in NAMES},
         "removable": _removable(sizes, ranks, sparsity),
         "KV cache": _cache(dims, ranks, sparsity),
     }
@@ -91,8 +91,9 @@ def _projections(architecture: Architecture, block: Any) -> str:
     return "; ".join(told)
 
 
-def _positions(config: Any, architecture: Architecture, dims: Dimensions) -> str:
-    if not dims.rotary_dim:
+def _positions(config: Any, architecture: Architecture, dims: Dimensions, sizes: list[LayerSizes]) -> str:
+    n_without = sum(size.step["qk"] == 1 for size in sizes)  # where there are pairs, they stay together
+    if n_without == dims.n_layers:
         return "no rotary embedding: query and key may be cut to any subspace"
     rope = getattr(config, "rope_parameters", None) or {}
     by_type = {name: value for name, value in rope.items() if isinstance(value, dict)} or {"": rope}
@@ -101,7 +102,12 @@ def _positions(config: Any, architecture: Architecture, dims: Dimensions) -> str
         "whole heads" if dims.rotary_dim == dims.d_head else f"{dims.rotary_dim} of a head's {dims.d_head} coordinates"
     )
     laid = "stored side by side, reordered once" if architecture.interleaved else "half a head apart"
-    return f"rotary ({', '.join(kinds)}) on {part}; its pairs ({laid}) are kept or dropped whole"
+    told = f"rotary ({', '.join(kinds)}) on {part}; its pairs ({laid}) are kept or dropped whole"
+    if n_without:
+        told += f"; {n_without} of {dims.n_layers} layers have none"
+        if "qk" not in sizes[0].whole:
+            told += ": there query and key may be cut to any subspace"
+    return told
 
 
 def _window(config: Any, dims: Dimensions) -> str:
@@ -115,11 +121,20 @@ def _window(config: Any, dims: Dimensions) -> str:
     )
 
 
-def _rank(module: str, size: LayerSizes, architecture: Architecture, ranks: dict[str, int], sparsity: float) -> str:
-    full = size.full[module]
-    if module not in size.whole:
-        units = UNITS[module] + (", in pairs" if size.step[module] == 2 else "")
-        return f"{size.step[module]} to {full:,} {units}; {ranks[module]:,} at sparsity {sparsity:g}"
+def _rank(
+    module: str,
+    sizes: list[LayerSizes],
+    architecture: Architecture,
+    ranks: list[dict[str, int]],
+    sparsity: float,
+) -> str:
+    if module not in sizes[0].whole:
+        kinds = {size.step[module]: rank[module] for size, rank in reversed(list(zip(sizes, ranks, strict=True)))}
+        return "; in the other layers ".join(
+            f"{step} to {sizes[0].full[module]:,} {UNITS[module]}{', in pairs' if step == 2 else ''}; "
+            f"{kinds[step]:,} at sparsity {sparsity:g}"
+            for step in dict.fromkeys(size.step[module] for size in sizes)
+        )
     if module == "mlp":
         return f"stays whole: its experts ({architecture.whole_mlp}) have no common rank"
     return "stays whole: queries and keys are normalised, and the norm reads all coordinates"

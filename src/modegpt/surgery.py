@@ -59,6 +59,7 @@ def needed_moments(
 ) -> tuple[str, ...]:
     """Return the names of the moments that the solvers of these modules read."""
     names: list[str] = []
+    dims = architecture.block_dims(block, dims)
     for module in modules:
         refitted = {"mlp": "down", "qk": "key", "vo": "output"}[module]
         has_bias = architecture.projection(block, refitted).bias is not None
@@ -98,7 +99,7 @@ def compress_block(
     Raises:
         NumericalError: a moment is indefinite or not finite; names the layer and the matrix.
     """
-    full = dims.full_ranks
+    full, dims = dims.full_ranks, architecture.block_dims(block, dims)
     dense = Layout.dense(architecture, dims)
     weights = (dense if before is None else dense.narrowed(before.layer)).read(block)
     error, repairs, narrow, pairs = dict.fromkeys(full, 0.0), [], {}, None
@@ -135,7 +136,7 @@ def compress_block(
     if before is None and layer["rope_pairs"]:
         rope_index = block.get_submodule(architecture.attention).get_buffer("rope_index")
         # The number of a pair is its place in the model's table of cosines, which holds every entry twice.
-        rope_index.copy_((rope_index if pairs is None else pairs) * (2 if architecture.interleaved else 1))
+        rope_index.copy_((rope_index if pairs is None else pairs) * (2 if architecture.interleaved_tables else 1))
     return BlockOutcome(layer, error, repairs)
 
 

@@ -13,6 +13,8 @@ VOCABULARY = 101
 D_HEAD = 16
 D_INT = 80
 MIN_LAYERS = 3
+BY_LAYER = ("layer_types", "no_rope_layers")
+"""What configs list by layer; the second is 1 where a layer does have the rotary embedding."""
 WINDOW = 6
 """Sliding window and trained length: shorter than what the checks run, so that they are passed."""
 TRAINED = 16
@@ -48,11 +50,11 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         sizes["word_embed_proj_dim"] = sizes["hidden_size"]
     if isinstance(architecture.kv_heads, str):
         sizes[architecture.kv_heads] = {1: 1, dims.n_heads: n_heads}.get(dims.n_kv_heads, 2)
-    types = getattr(config, "layer_types", None)
-    if types:
-        types = list(dict.fromkeys(types))
-        small.layer_types = types = types + types[:1] * (MIN_LAYERS - len(types))
-    small.num_hidden_layers = len(types or ()) or MIN_LAYERS
+    kinds = {name: list(dict.fromkeys(getattr(config, name, None) or ())) for name in BY_LAYER}
+    small.num_hidden_layers = max(MIN_LAYERS, *map(len, kinds.values()))
+    for name, known in kinds.items():
+        if known:
+            setattr(small, name, known + known[:1] * (small.num_hidden_layers - len(known)))
     for name, value in sizes.items():
         if getattr(config, name, None) is not None:
             _set(small, name, value)

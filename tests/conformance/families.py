@@ -7,24 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    ApertusConfig,
+    ArceeConfig,
+    Cohere2Config,
     CohereConfig,
+    Ernie4_5Config,
+    Exaone4Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
+    Olmo3Config,
+    OlmoConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
 )
@@ -51,7 +64,8 @@ SIZES: dict[str, Any] = {
 }
 NO_WIDTH = {name: value for name, value in SIZES.items() if name != "intermediate_size"}
 OPT_SIZES = {**NO_WIDTH, "ffn_dim": 40}
-HALF_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+WHOLE_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
+HALF_ROTARY = {**WHOLE_ROTARY, "partial_rotary_factor": 0.5}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 
 
@@ -212,6 +226,93 @@ FAMILIES = [
         "mixtral",
         lambda: MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=WINDOW),
         whole=("mlp",),
+    ),
+    Family(
+        "ministral",
+        lambda: MinistralConfig(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            sliding_window=WINDOW,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        ),
+    ),
+    Family("olmo", lambda: OlmoConfig(**SIZES, **GROUPED, attention_bias=True)),
+    Family(
+        "olmo3",
+        lambda: Olmo3Config(
+            **SIZES,
+            **GROUPED,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        whole=("qk",),
+    ),
+    # From here to ERNIE a head's coordinates are added up in another order, as Cohere's.
+    Family(
+        "glm",
+        lambda: GlmConfig(**SIZES, **GROUPED, head_dim=16, attention_bias=True, rope_parameters=HALF_ROTARY),
+        same_bits=False,
+    ),
+    Family(
+        "glm4",
+        lambda: Glm4Config(**SIZES, **GROUPED, head_dim=16, attention_bias=True, rope_parameters=HALF_ROTARY),
+        same_bits=False,
+    ),
+    # And as Cohere's, they are rotated in float32.
+    Family(
+        "ernie4_5",
+        lambda: Ernie4_5Config(**SIZES, **GROUPED, head_dim=16, use_bias=True),
+        same_bits=False,
+        exact=1e-4,
+    ),
+    Family(
+        "nemotron",
+        lambda: NemotronConfig(
+            **SIZES, **GROUPED, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=HALF_ROTARY
+        ),
+    ),
+    Family("arcee", lambda: ArceeConfig(**SIZES, **GROUPED, attention_bias=True, mlp_bias=True)),
+    Family(
+        "apertus",
+        lambda: ApertusConfig(**SIZES, **GROUPED, attention_bias=True, rope_parameters=WHOLE_ROTARY),
+        whole=("qk",),
+    ),
+    Family(
+        "seed_oss",
+        lambda: SeedOssConfig(
+            **SIZES, **GROUPED, head_dim=16, attention_bias=True, attention_out_bias=True, mlp_bias=True
+        ),
+    ),
+    # From here on some layers have no rotary embedding.
+    Family("smollm3", lambda: SmolLM3Config(**SIZES, **GROUPED, attention_bias=True, no_rope_layers=[1, 0, 1])),
+    Family(
+        "cohere2",
+        lambda: Cohere2Config(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            attention_bias=True,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        same_bits=False,
+        exact=1e-4,
+    ),
+    Family(
+        "exaone4",
+        lambda: Exaone4Config(
+            **SIZES,
+            **GROUPED,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        whole=("qk",),
+    ),
+    Family(
+        "exaone4-rotary",
+        lambda: Exaone4Config(**SIZES, **GROUPED, sliding_window=None, layer_types=["full_attention"] * 3),
+        whole=("qk",),
     ),
     Family("starcoder2", lambda: Starcoder2Config(**SIZES, **GROUPED, sliding_window=WINDOW)),
 ]

@@ -42,7 +42,9 @@ def test_a_fresh_process_computes_the_same_bits(reopened, pair: Pair):
 
 def test_loading_prints_nothing(reopened):
     *_, printed = reopened
-    assert printed == ""
+    # That one is transformers' own, of Apertus's activation, and tells of any of its models.
+    lines = [line for line in printed.splitlines() if "xIELU" not in line]
+    assert lines == []
 
 
 def test_saving_again_gives_the_same_bytes(reopened, pair: Pair):
@@ -81,7 +83,11 @@ def test_the_config_keeps_the_dense_fields_and_describes_the_layers(pair: Pair, 
 
 def test_the_file_holds_only_what_is_left_and_ties_stay_tied(pair: Pair, folders: dict[str, Path]):
     tensors = load_file(folders[pair.family.name] / "model.safetensors")
-    assert sum(tensor.numel() for name, tensor in tensors.items() if not name.endswith("rope_index")) == sum(
+    buffers = {name for name, _buffer in pair.compressed.named_buffers()}  # the rope indices, and xIELU's numbers
+    assert buffers - {name for name, _buffer in pair.dense.named_buffers()} == {
+        name for name in buffers if name.endswith("rope_index")
+    }
+    assert sum(tensor.numel() for name, tensor in tensors.items() if name not in buffers) == sum(
         parameter.numel() for parameter in pair.compressed.parameters()
     )
     loaded = AutoModelForCausalLM.from_pretrained(folders[pair.family.name])

@@ -60,15 +60,16 @@ def test_query_and_key_rows_are_the_dense_ones_at_their_places(pair: Pair):
     if not pair.family.architecture.rotary:
         pytest.skip("unrotated coordinates may stand anywhere, so their places are not stored")
     architecture, dims = pair.family.architecture, pair.family.dims
-    layout = Layout.dense(architecture, dims)
     dense = decoder_layers(pair.dense, architecture.describe())
     # The paper's solver selects rows; the default one turns them as well.
     compressed = compressed_from(pair.family, pair.dense, pair.family.ranks(), solver="paper")
     widened = decoder_layers(densify(pair.family, compressed, pair.dense), architecture.describe())
     for source, target in zip(dense, widened, strict=True):
+        own = architecture.block_dims(source, dims)  # a block without a rotary embedding has no such rows
+        layout = Layout.dense(architecture, own)
         for role in ("query", "key"):
             original, kept = (
-                getattr(layout.read(block), role).weight.unflatten(0, (-1, dims.d_head))[:, : dims.rotary_dim]
+                getattr(layout.read(block), role).weight.unflatten(0, (-1, dims.d_head))[:, : own.rotary_dim]
                 for block in (source, target)
             )
             assert torch.equal(kept, original * kept.ne(0).any(-1, keepdim=True))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, FalconConfig, GPT2Config
+from transformers import BloomConfig, FalconConfig, GPT2Config, OlmoConfig
 
 from modegpt.architectures import architecture_of
 from modegpt.compress import compress
@@ -17,7 +17,7 @@ from modegpt.modeling_modegpt import decoder_layers
 from modegpt.preparation import layer_sizes
 
 from .conftest import Pair
-from .families import NO_WIDTH, tokens
+from .families import NO_WIDTH, SIZES, tokens
 
 WINDOWS = tokens(rows=6, length=16, seed=3)
 
@@ -43,8 +43,8 @@ def expected_scores(pair: Pair) -> list[list[float]]:
         # Falcon adds the attention's output to the MLP's in place.
         seen[module] = (inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone())
 
+    last = architecture.mlp_norm or next(name for name in ("mlp", "fc2") if hasattr(blocks[0], name))
     for block in blocks:
-        last = next(name for name in ("post_feedforward_layernorm", "mlp", "fc2") if hasattr(block, name))
         hooks += [module.register_forward_hook(note) for module in (block, block.get_submodule(last))]
     with torch.no_grad():
         pair.dense(WINDOWS)
@@ -52,7 +52,6 @@ def expected_scores(pair: Pair) -> list[list[float]]:
         hook.remove()
     scores = []
     for block in blocks:
-        last = next(name for name in ("post_feedforward_layernorm", "mlp", "fc2") if hasattr(block, name))
         (before, after), (_, added) = seen[block], seen[block.get_submodule(last)]
         added = added.view(before.shape) * getattr(block, "residual_multiplier", 1.0)
         if architecture.parallel:
@@ -115,6 +114,7 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
     ("config", "reason"),
     [
         (FalconConfig(**NO_WIDTH, alibi=True), "ALiBi"),
+        (OlmoConfig(**SIZES, clip_qkv=8.0), "clips .* at 8.0"),
         (BloomConfig(), "'bloom' is not supported.*ALiBi"),
         (GPT2Config(**NO_WIDTH, add_cross_attention=True), "cross attention"),
     ],

@@ -44,8 +44,9 @@ def test_every_parameter_has_a_gradient_and_checkpointing_does_not_change_it(pai
         # Dropout (OPT's default is 0.1) draws its masks anew in each run.
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0
+        for name in ("dropout", "attention_dropout", "residual_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
     plain = {name: gradient.clone() for name, gradient in gradients(model).items()}
     assert [name for name, gradient in plain.items() if not gradient.abs().sum() > 0] == []
     model.gradient_checkpointing_enable()

@@ -3,20 +3,28 @@
 from typing import Any
 
 from ..errors import InputError
-from .cohere import COHERE
+from .apertus import APERTUS
+from .arcee import ARCEE
+from .cohere import COHERE, COHERE2
+from .ernie import ERNIE4_5
+from .exaone4 import EXAONE4
 from .falcon import FALCON
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from .glm import GLM, GLM4
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .granite import GRANITE
 from .llama import LLAMA
-from .mistral import MISTRAL
+from .mistral import MINISTRAL, MISTRAL
 from .mixtral import MIXTRAL
-from .olmo2 import OLMO2
+from .nemotron import NEMOTRON
+from .olmo import OLMO, OLMO2, OLMO3
 from .opt import OPT
 from .phi import PHI, PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .seed_oss import SEED_OSS
+from .smollm3 import SMOLLM3
 from .spec import Architecture, Dimensions
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
@@ -25,13 +33,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     architecture.model_type: architecture
     for architecture in (
         LLAMA,
+        SMOLLM3,
         MISTRAL,
+        MINISTRAL,
         QWEN2,
         QWEN3,
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,
+        OLMO,
         OLMO2,
+        OLMO3,
         STABLELM,
         GRANITE,
         PHI,
@@ -41,6 +53,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         GPT_NEOX,
         FALCON,
         COHERE,
+        COHERE2,
+        GLM,
+        GLM4,
+        ERNIE4_5,
+        NEMOTRON,
+        ARCEE,
+        APERTUS,
+        EXAONE4,
+        SEED_OSS,
         MIXTRAL,
         STARCODER2,
     )

@@ -62,10 +62,14 @@ class Architecture:
     """The config's name for the MLP width; four times the model's where that is unset."""
     rotary: bool = True
     """Whether query and key pass a rotary embedding."""
+    rotary_switch: str = ""
+    """Where only some layers have it: the attention's attribute that says whether this one has."""
     partial_rotary: bool = False
     """Whether the config can keep the end of each head from it."""
     interleaved: bool = False
     """Whether the pairs are coordinates `2j` and `2j + 1` of a head, and not `j` and `j + r/2`."""
+    interleaved_tables: bool = False
+    """Whether a pair's cosine and sine are repeated side by side in their tables, too."""
     upcast_rotary: bool = False
     """Whether the embedding is computed in float32 whatever the states' dtype."""
     scale_query: bool = False
@@ -84,6 +88,8 @@ class Architecture:
     """Whether every window of a text must begin with the tokenizer's `bos` token, without which the model is lost."""
     file_names: tuple[tuple[str, str], ...] = ()
     """Where checkpoint files name tensors otherwise than the modules do: a module's name, and that in the files."""
+    buffers: tuple[str, ...] = ()
+    """Tensors of a block in the files that are no parameters, from the block."""
     notes: str = ""
     """One line for the table of supported architectures."""
 
@@ -140,6 +146,12 @@ class Architecture:
             "qk": dims.n_heads * inputs(query) + dims.n_kv_heads * inputs(key),
             "vo": dims.n_kv_heads * inputs(value) + dims.n_heads * dims.d_model,
         }
+
+    def block_dims(self, block: nn.Module, dims: "Dimensions") -> "Dimensions":
+        """Return the sizes of one block, dense or compressed: those of the model, less a rotary part that it lacks."""
+        if not self.rotary_switch or getattr(block.get_submodule(self.attention), self.rotary_switch):
+            return dims
+        return replace(dims, rotary_dim=0)
 
     def norms(self, block: nn.Module) -> list[Any]:
         """Return the norms of queries and keys that a block has."""

@@ -20,7 +20,7 @@ def energy_scores(moment: Tensor, down: Tensor) -> Tensor:
     return moment.diagonal() * down.square().sum(0)
 
 
-def energy(moment: Tensor, down: Tensor, rank: int, ridge: float = 0.0) -> NystromResult:
+def energy(moment: Tensor, down: Tensor, rank: int, ridge: float = 0.0, heard: Tensor | None = None) -> NystromResult:
     """Compress an MLP to the `rank` neurons of the largest energy, then refit by (ridge) least squares.
 
     The kept set does not minimise the stated loss on the calibration text: backward elimination finds smaller ones.
@@ -32,10 +32,11 @@ def energy(moment: Tensor, down: Tensor, rank: int, ridge: float = 0.0) -> Nystr
         down: `(d_model, d_int)` weight of the down projection (Hugging Face layout: out, in), float64.
         rank: neurons to keep, `1 ≤ rank ≤ d_int`.
         ridge: `λ` of the refit, relative to each neuron's own energy: `(C_SS + λ diag C_SS)⁻¹`.
+        heard: `(d_model, d_int)`, what the scores read in place of `down`: what comes through a norm behind it.
 
     Raises:
         NotPositiveDefiniteError: an input is not finite.
     """
     psd.require_finite(down, "the down projection")
     psd.require_finite(moment, "the moment of the MLP")
-    return keep_highest(moment, down, energy_scores(moment, down), rank, ridge)
+    return keep_highest(moment, down, energy_scores(moment, down if heard is None else heard), rank, ridge)

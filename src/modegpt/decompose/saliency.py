@@ -30,7 +30,9 @@ def saliencies(moment: Tensor, down: Tensor, ridge: float) -> Tensor:
     return torch.where(alive, down.square().sum(0) / psd.inverse_diagonal(lower), 0)
 
 
-def saliency(moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge: float) -> NystromResult:
+def saliency(
+    moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge: float, heard: Tensor | None = None
+) -> NystromResult:
     """Compress an MLP to the `rank` neurons of the largest saliency, then refit by ridge least squares.
 
     Ties are broken by the lower index. Cost: that of `nystrom`.
@@ -41,10 +43,12 @@ def saliency(moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge:
         rank: neurons to keep, `1 ≤ rank ≤ d_int`.
         ridge: `μ > 0` of the saliencies, relative to each neuron's own energy.
         refit_ridge: `λ` of the refit, likewise.
+        heard: `(d_model, d_int)`, what the scores read in place of `down`: what comes through a norm behind it.
 
     Raises:
         NotPositiveDefiniteError: an input is not finite.
     """
     psd.require_finite(down, "the down projection")
     psd.require_finite(moment, "the moment of the MLP")
-    return keep_highest(moment, down, saliencies(moment, down, ridge), rank, refit_ridge)
+    scores = saliencies(moment, down if heard is None else heard, ridge)
+    return keep_highest(moment, down, scores, rank, refit_ridge)

@@ -50,7 +50,7 @@ def leverage(
     return _decision(weights, moments, result, weights.down.bias, notes)
 
 
-def late(select: Callable[[Tensor, Tensor, int], NystromResult]) -> Decide:
+def late(select: Callable[..., NystromResult]) -> Decide:
     """Return a solver that chooses neurons by what they write, and refits with a ridge.
 
     Where the down projection has a bias, both are of what varies: the bias takes over the mean of what is dropped.
@@ -61,10 +61,8 @@ def late(select: Callable[[Tensor, Tensor, int], NystromResult]) -> Decide:
     ) -> Decision:
         assert weights.down is not None
         down = weights.down.weight.double()
-        moment = centred(moments, "mlp")
-        result = select(moment, _heard(down, weights.mlp_gain), rank)
-        if weights.mlp_gain is not None:  # which may be 0; a refit goes row by row, and asks for none
-            result = result._replace(weight=refit_weight(moment, down, result.kept, RIDGE))
+        # The gain is for the scores alone: least squares go row by row, and it may be 0.
+        result = select(centred(moments, "mlp"), down, rank, heard=_heard(down, weights.mlp_gain))
         bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, result.kept)
         return _decision(weights, moments, result, bias, [])
 

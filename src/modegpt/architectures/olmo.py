@@ -1,0 +1,52 @@
+"""OLMo 1, 2 and 3."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from .spec import Architecture
+
+
+@dataclass(frozen=True)
+class OlmoArchitecture(Architecture):
+    """OLMo 1, whose config can clip queries, keys and values."""
+
+    def resolve(self, config: Any) -> Architecture:
+        """Refuse clipping, which does not commute with a change of the basis."""
+        if config.clip_qkv is not None:
+            raise InputError(
+                f"the model clips its queries, keys and values at {config.clip_qkv} (clip_qkv), coordinate by "
+                "coordinate, which no narrower head can repeat; give an OLMo without, such as OLMo-1B-hf"
+            )
+        return super().resolve(config)
+
+
+OLMO = OlmoArchitecture(
+    model_type="olmo",
+    name="Olmo",
+    notes="OLMo 1; LayerNorm without gains; models with `clip_qkv` are refused",
+)
+
+OLMO2 = Architecture(
+    model_type="olmo2",
+    name="Olmo2",
+    # The block has norms after its modules only, so the MLP reads the residual stream itself.
+    middle="mlp",
+    mlp_norm="post_feedforward_layernorm",
+    query_norm="q_norm",
+    key_norm="k_norm",
+    norm_input="flat",
+    notes="OLMo 2; norms after each module; one norm over all query heads, one over all key heads: "
+    "query-key stays whole",
+)
+
+OLMO3 = Architecture(
+    model_type="olmo3",
+    name="Olmo3",
+    middle="mlp",
+    mlp_norm="post_feedforward_layernorm",
+    query_norm="q_norm",
+    key_norm="k_norm",
+    norm_input="flat",
+    notes="OLMo 3; as `olmo2`, with a sliding window in three layers of four and rotary tables by layer type",
+)
