@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig
 
 from .architectures import Architecture, Dimensions, architecture_of
@@ -128,6 +129,15 @@ def _logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
     return model(ids.to(model.device), use_cache=False, **options).logits.cpu()
 
 
+def _run_hooked(subject: Subject, hooks: list[RemovableHandle]) -> None:
+    """Run the dense model with hooks that are already in place, and take them away."""
+    try:
+        _logits(subject.dense, subject.ids)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _verdict(difference: float, allowed: float, passed: str, failed: str) -> tuple[str, str]:
     told = f"logits differ by {difference:.1e} at most, allowed {allowed:.1e}"
     # Written so that a NaN fails.
@@ -179,11 +189,7 @@ def _order(subject: Subject) -> tuple[str, str]:
         hooks = [module.register_forward_pre_hook(note(name)) for name, module in places.items()]
         if silent is not None:
             hooks.append(silent.register_forward_hook(lambda module, arguments, output: torch.zeros_like(output)))
-        try:
-            _logits(subject.dense, subject.ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        _run_hooked(subject, hooks)
         return inputs
 
     plain, silenced = heard(), {"attention": heard(architecture.projection(block, "output"))}
@@ -226,12 +232,7 @@ def _sum(subject: Subject) -> tuple[str, str]:
         def note(_module: Any, _inputs: Any, output: Any) -> None:
             seen.append((output[0] if architecture.tuple_output else output).clone())
 
-        hooks = [down.register_forward_hook(alter), block.register_forward_hook(note)]
-        try:
-            _logits(subject.dense, subject.ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        _run_hooked(subject, [down.register_forward_hook(alter), block.register_forward_hook(note)])
         return seen[0].view_as(seen[1]), seen[1]
 
     (output, before), (changed, after) = run(0), run(1)

@@ -100,15 +100,17 @@ class FisherProbe:
         down = architecture.projection(block, "down")
         roots = self._roots.split([len(states) for states in dense.hidden])
         batches = iter(zip(roots, dense.weights or [None] * len(roots), strict=True))
-
         norm = block.get_submodule(architecture.mlp_norm) if architecture.mlp_norm else None
 
         def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             roots, weights = next(batches)
-            z, y = (each.reshape(len(roots), -1, each.shape[-1])[:, ::EVERY].float() for each in (inputs[0], output))
-            roots = roots.to(z.device)
+
+            def probed(states: Tensor) -> Tensor:
+                return states.reshape(len(roots), -1, states.shape[-1])[:, ::EVERY].float()
+
+            z, roots = probed(inputs[0]), roots.to(output.device)
             if norm is not None:
-                roots = through_norm(norm, y, roots)
+                roots = through_norm(norm, probed(output), roots)
             felt = (roots @ affine(down).weight.float()).square()
             if weights is not None:
                 felt *= weights[:, ::EVERY, None].to(felt)

@@ -41,13 +41,13 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
 """The sums that can be taken. `z` is the input of the down projection, `q k v` are the projections' outputs before the
 rotary embedding, biases included, `u` is the context, the input of the output projection, and `y` is what the MLP would
 have to put out for the block's output to be the dense model's, or, where a norm follows it, what the dense one does put
-out. Over all tokens, each times its weight: `mlp = Σ z zᵀ`,
-`mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, `target_sum = Σ y`, `target_energy = Σ ‖y‖²`, and over all heads
-`context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head: `query = Σ q²`, `key = Σ k²`,
-`query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and `logits`, the covariance of the
-coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP, `gate = Σ a aᵀ` over every
-`GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. Where only every so manieth token is counted, `mlp_energy = Σ z²`
-is still over all of them. What the logits feel of neurons, `fisher`, is added by `FisherProbe.record`."""
+out. Over all tokens, each times its weight: `mlp = Σ z zᵀ`, `mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, `target_sum = Σ y`,
+`target_energy = Σ ‖y‖²`, and over all heads `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head:
+`query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and
+`logits`, the covariance of the coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP,
+`gate = Σ a aᵀ` over every `GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. Where only every so manieth token is
+counted, `mlp_energy = Σ z²` is still over all of them. What the logits feel of neurons, `fisher`, is added by
+`FisherProbe.record`."""
 
 GATES_EVERY = 4
 """The moment of the gates tells which of them open together: a few thousand tokens are enough (docs/log.md)."""

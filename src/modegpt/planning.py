@@ -72,22 +72,20 @@ def estimate(
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
 
     Memory: one block, one MLP moment and two working copies of it in float64, one of the gates in float32, the
-    embeddings, the hidden states. Time: two passes over the blocks (one more for a `late` solver where a block
-    puts out no sum; elsewhere its stages are halves of a pass), the passes in which the model writes
-    coverage windows, and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the float64 rate.
-    Attention scores and disk are left out, so read it as the right order, not as a promise.
+    embeddings, the hidden states. Time: two passes over the blocks (one more for a `late` solver where a block puts out
+    no sum; elsewhere its stages are halves of a pass), the passes in which the model writes coverage windows, and the
+    moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the float64 rate. Attention scores and disk
+    are left out, so read it as the right order, not as a promise.
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
     # The model writes the rest, and runs each token once for each that follows it in its continuation.
     n_written = (n_tokens - config.samples * config.seq_len) * (LENGTH - 1) / 2
-    adds = source.architecture.adds_mlp
-    streams = 3 if config.feeds_back and adds else 1  # as `Run.compress_blocks` has them
-    n_passes = 2 + (solver_of("mlp", config).late and not adds)
+    n_passes = 2 + (solver_of("mlp", config).late and not source.architecture.adds_mlp)
     dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
-    states = streams * n_tokens * dims.d_model * dtype.itemsize
+    states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
     memory = block * dtype.itemsize + (3 * 8 + 4) * dims.d_int**2
     passes = sum(n_passes * 2 * size.total for size in sizes) + dims.n_layers * 2 * dims.d_int**2
     fast, exact = _rate(dtype, device), _rate(torch.float64, device)

@@ -38,6 +38,18 @@ class Source:
     """What distinguishes its weights from other weights."""
     notes: list[str]
 
+    def runs_beside(self, config: CompressionConfig) -> bool:
+        """Whether the dense model runs beside the compressed one."""
+        return config.feeds_back and bool(self.architecture.adds_mlp)
+
+    def n_streams(self, config: CompressionConfig) -> int:
+        """Return how many streams of hidden states a run holds at most.
+
+        Beside the dense model's and the compressed one's, the probe takes a copy at the end, and where an MLP's output
+        is normed, that of a block is kept while it is cut: never both at once.
+        """
+        return 3 if self.runs_beside(config) else 1
+
 
 @dataclass
 class Text:

@@ -214,11 +214,10 @@ class Run:
         """
         config = self.config
         windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
-        feedback = config.feeds_back and self.source.architecture.adds_mlp
-        calibration = self._weighted(windows, streams=3 if feedback else 1)  # the third: see below
+        feedback = self.source.runs_beside(config)
+        calibration = self._weighted(windows, streams=self.source.n_streams(config))
         # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None
-        # At the end the probe takes a copy; and where an MLP's output is normed, a block's are kept while it is cut.
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
         probe = self._probe(windows, blocks.peek) if feedback else None
         compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch, probe)

@@ -129,11 +129,13 @@ def _rank(
     sparsity: float,
 ) -> str:
     if module not in sizes[0].whole:
-        kinds = {size.step[module]: rank[module] for size, rank in reversed(list(zip(sizes, ranks, strict=True)))}
+        first: dict[int, int] = {}  # by the step of its kind of layer
+        for size, rank in zip(sizes, ranks, strict=True):
+            first.setdefault(size.step[module], rank[module])
         return "; in the other layers ".join(
             f"{step} to {sizes[0].full[module]:,} {UNITS[module]}{', in pairs' if step == 2 else ''}; "
-            f"{kinds[step]:,} at sparsity {sparsity:g}"
-            for step in dict.fromkeys(size.step[module] for size in sizes)
+            f"{rank:,} at sparsity {sparsity:g}"
+            for step, rank in first.items()
         )
     if module == "mlp":
         return f"stays whole: its experts ({architecture.whole_mlp}) have no common rank"

@@ -49,6 +49,10 @@ VOCAB = 101
 PAD = 0
 WINDOW = 6
 """Sliding window; shorter than every sequence of the suite, so that a lost window changes the logits."""
+MIXED_WINDOWS: dict[str, Any] = {
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -161,8 +165,7 @@ FAMILIES = [
             **GROUPED,
             head_dim=16,
             query_pre_attn_scalar=24,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            **MIXED_WINDOWS,
             # Tied to embeddings as large as Gemma's, a random model says its last token for ever.
             tie_word_embeddings=False,
         ),
@@ -240,12 +243,7 @@ FAMILIES = [
     Family("olmo", lambda: OlmoConfig(**SIZES, **GROUPED, attention_bias=True)),
     Family(
         "olmo3",
-        lambda: Olmo3Config(
-            **SIZES,
-            **GROUPED,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
+        lambda: Olmo3Config(**SIZES, **GROUPED, **MIXED_WINDOWS),
         whole=("qk",),
     ),
     # From here to ERNIE a head's coordinates are added up in another order, as Cohere's.
@@ -288,25 +286,13 @@ FAMILIES = [
     Family("smollm3", lambda: SmolLM3Config(**SIZES, **GROUPED, attention_bias=True, no_rope_layers=[1, 0, 1])),
     Family(
         "cohere2",
-        lambda: Cohere2Config(
-            **SIZES,
-            **GROUPED,
-            head_dim=16,
-            attention_bias=True,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
+        lambda: Cohere2Config(**SIZES, **GROUPED, **MIXED_WINDOWS, head_dim=16, attention_bias=True),
         same_bits=False,
         exact=1e-4,
     ),
     Family(
         "exaone4",
-        lambda: Exaone4Config(
-            **SIZES,
-            **GROUPED,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        ),
+        lambda: Exaone4Config(**SIZES, **GROUPED, **MIXED_WINDOWS),
         whole=("qk",),
     ),
     Family(

@@ -1,5 +1,7 @@
 """GLM 4 (9B, of 2024) and GLM 4 0414."""
 
+from dataclasses import replace
+
 from .spec import Architecture
 
 GLM = Architecture(
@@ -11,12 +13,10 @@ GLM = Architecture(
     notes="GLM 4 9B, GLM Edge; gate and up fused, interleaved rotary pairs on a part of each head",
 )
 
-GLM4 = Architecture(
+GLM4 = replace(
+    GLM,
     model_type="glm4",
     name="Glm4",
-    up=("mlp.gate_up_proj", "mlp.gate_up_proj"),
     mlp_norm="post_mlp_layernorm",
-    partial_rotary=True,
-    interleaved=True,
     notes="GLM 4 and Z1 0414; as `glm`, with norms before and after each module",
 )

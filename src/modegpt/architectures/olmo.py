@@ -1,6 +1,6 @@
 """OLMo 1, 2 and 3."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError
@@ -40,13 +40,9 @@ OLMO2 = Architecture(
     "query-key stays whole",
 )
 
-OLMO3 = Architecture(
+OLMO3 = replace(
+    OLMO2,
     model_type="olmo3",
     name="Olmo3",
-    middle="mlp",
-    mlp_norm="post_feedforward_layernorm",
-    query_norm="q_norm",
-    key_norm="k_norm",
-    norm_input="flat",
     notes="OLMo 3; as `olmo2`, with a sliding window in three layers of four and rotary tables by layer type",
 )

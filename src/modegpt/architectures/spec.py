@@ -104,10 +104,16 @@ class Architecture:
         Raises:
             InputError: the config asks for what is not supported; the message says why.
         """
-        parallel = getattr(config, self.parallel) if isinstance(self.parallel, str) else self.parallel
-        adds_mlp = getattr(config, self.adds_mlp) if isinstance(self.adds_mlp, str) else self.adds_mlp
-        factor = getattr(config, self.mlp_factor) if isinstance(self.mlp_factor, str) else self.mlp_factor
-        return replace(self, parallel=bool(parallel), adds_mlp=bool(adds_mlp), mlp_factor=float(factor))
+
+        def said(field: Any) -> Any:
+            return getattr(config, field) if isinstance(field, str) else field
+
+        return replace(
+            self,
+            parallel=bool(said(self.parallel)),
+            adds_mlp=bool(said(self.adds_mlp)),
+            mlp_factor=float(said(self.mlp_factor)),
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""
