@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.families import FAMILIES, Family, tokens
 from modegpt.architectures import architecture_of
 from modegpt.blocks import BlockSource, Calibration, PrefetchedBlocks, advance, run_block
-from modegpt.fisher import EVERY, FisherProbe, fisher_noise
+from modegpt.fisher import EVERY, FisherProbe, fisher_noise, stride
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments
@@ -73,14 +73,14 @@ def test_what_is_pulled_back_is_the_slope_of_the_logits(family: Family, inferenc
     assert not pulled.requires_grad
 
 
-def probe_of(source: Source, numbers: Tensor) -> FisherProbe:
+def probe_of(source: Source, numbers: Tensor, every: int = EVERY) -> FisherProbe:
     peek = partial(source.blocks.peek, device=CPU)
-    return FisherProbe(source.blocks, peek, source.dims.n_layers, numbers, CPU, seed=5)
+    return FisherProbe(source.blocks, peek, source.dims.n_layers, numbers, CPU, seed=5, every=every)
 
 
-def felt(source, calibration: Calibration, numbers: Tensor) -> list[Tensor]:
+def felt(source, calibration: Calibration, numbers: Tensor, every: int = EVERY) -> list[Tensor]:
     """The sums of every block, with the blocks run in order beside the probe."""
-    probe, totals = probe_of(source, numbers), []
+    probe, totals = probe_of(source, numbers, every), []
     for index in range(source.dims.n_layers):
         block = source.blocks.peek(index, CPU)
         assert probe.reaches(index)
@@ -92,14 +92,16 @@ def felt(source, calibration: Calibration, numbers: Tensor) -> list[Tensor]:
     return totals
 
 
+@pytest.mark.parametrize(("every", "first"), [(EVERY, 0), (11, 4)])
 @pytest.mark.parametrize("family", ADDING, ids=lambda family: family.name)
-def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family):
+def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family, every: int, first: int):
     windows = tokens(rows=5, length=20)
     source, calibration = opened(family.dense(), windows)
     assert calibration.weights is not None
     weights = torch.cat(list(calibration.weights))
-    totals = felt(source, calibration, torch.arange(5))
+    totals = felt(source, calibration, torch.arange(5), every)
 
+    probed = slice(first, None, every)
     dense = family.dense()
     layers = source.blocks.layers
     for index, total in enumerate(totals):
@@ -108,14 +110,14 @@ def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family):
         columns = (down.weight if down.weight.shape[0] == source.dims.d_model else down.weight.T).detach()
         for number in range(5):
             states = list(run_layers(source, embedded(source.blocks, windows[number, None])))
-            z, last = states[index][0][0, ::EVERY], states[-1][1][0, ::EVERY].clone().requires_grad_()
+            z, last = states[index][0][0, probed], states[-1][1][0, probed].clone().requires_grad_()
             # One token a row: behind the blocks nothing mixes them.
             log_p = dense_logits(dense, last)
             noise = fisher_noise(log_p.detach().float(), (5 << 40) + (number << 12))
             (root,) = torch.autograd.grad(log_p, last, noise)
             if source.architecture.mlp_norm:
                 root = before_norm(source, layers[index], z, root)
-            effect = weights[number, ::EVERY, None] * (root @ columns).square().double()
+            effect = weights[number, probed, None] * (root @ columns).square().double()
             expected += torch.stack([(effect * z.double() ** power).sum(0) for power in (2, 1, 0)])
         # float32 forward and backward passes over batches of other sizes.
         torch.testing.assert_close(total, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().mean()))
@@ -176,6 +178,41 @@ def test_processes_and_shards_see_the_same_as_one_model_in_memory(tmp_path: Path
             total += part
     for total, whole in zip(shared, expected, strict=True):  # float32 passes over batches of other sizes
         torch.testing.assert_close(total, whole, rtol=1e-3, atol=1e-3 * float(whole.abs().mean()))
+
+
+def test_windows_are_drawn_for_alike_however_many_go_through_the_head_together(monkeypatch: pytest.MonkeyPatch):
+    windows, numbers = tokens(rows=7, length=40), torch.arange(7)  # six rows each
+    source, calibration = opened(FAMILIES[0].dense(), windows)
+    together = felt(source, calibration.copy(), numbers)
+    monkeypatch.setattr("modegpt.fisher.ROWS", 6)
+    for total, alone in zip(together, felt(source, calibration.copy(), numbers), strict=True):
+        # float32 products of other sizes
+        torch.testing.assert_close(total, alone, rtol=1e-3, atol=1e-3 * float(alone.abs().mean()))
+    monkeypatch.setattr("modegpt.fisher.ROWS", 20)  # three windows, three, and the last
+    seen = []
+    pull_back = source.blocks.pull_back
+    monkeypatch.setattr(
+        source.blocks,
+        "pull_back",
+        lambda states, draw: pull_back((seen.append(len(rows)) or rows for rows in states), draw),
+    )
+    felt(source, calibration, numbers)
+    assert seen == [18, 18, 6]
+
+
+@pytest.mark.parametrize(
+    ("head", "blocks", "seq_len", "every"),
+    [
+        (49152 * 576, 106_200_000, 512, EVERY),  # SmolLM2-135M
+        (262144 * 640, 100_300_000, 512, 43),  # Gemma 3 270M: its head is larger than all its blocks
+        (262144 * 640, 100_300_000, 256, 33),  # some eight of a window are left
+        (262144 * 640, 100_300_000, 32, EVERY),
+        (151936 * 896, 357_900_000, 512, 11),  # Qwen2.5-0.5B
+        (128256 * 4096, 6_979_000_000, 2048, EVERY),  # Llama 3 8B
+    ],
+)
+def test_a_large_head_is_asked_about_fewer_tokens(head: int, blocks: int, seq_len: int, every: int):
+    assert stride(head, blocks, seq_len) == every
 
 
 def test_a_later_start_takes_the_same():

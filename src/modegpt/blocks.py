@@ -178,8 +178,18 @@ def layers_prefix(model: nn.Module, layers: nn.ModuleList) -> str:
 
 def required_tensors(model: PreTrainedModel) -> list[str]:
     """Return the names of the tensors a checkpoint must hold: one name for tied weights."""
-    tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
+    tied = tied_tensors(model)
     return [name for name in model.state_dict() if name not in tied]
+
+
+def tied_tensors(model: PreTrainedModel) -> set[str]:
+    """Return the names of weights that are those of another name: not what the config says, but what is so.
+
+    Where the files hold two different weights, transformers does not tie them, whatever the config says.
+    """
+    tied = model.all_tied_weights_keys.items() if model.config.tie_word_embeddings else ()
+    find = model.get_parameter_or_buffer
+    return {name for name, other in tied if find(name) is find(other)}
 
 
 def check_weights(block: nn.Module, index: int) -> nn.Module:

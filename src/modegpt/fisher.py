@@ -6,8 +6,10 @@ are, so a neuron that goes costs `½ Σ_t z_ti² w_iᵀF_t w_i` there. Which tok
 (docs/log.md).
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,25 @@ two MLPs cost alone, a few per cent in the fourth-last, and nothing further ahea
 EVERY = 7
 """Of a window's tokens, every seventh is probed: prime to the length of written continuations, so that all have a turn.
 Every thirteenth does nearly as well; a quarter of the windows does not (docs/log.md)."""
-ROWS = 256
+HEAD_SHARE = 0.08
+"""Of the multiplications of one pass over the blocks, what the head may cost: a small model with a large vocabulary has
+more of them in its head than in all its blocks, and fewer of its tokens are probed (docs/log.md)."""
+ROWS = 128
 """Distributions over the vocabulary that are in memory at once."""
+
+
+def stride(head: int, blocks: int, seq_len: int) -> int:
+    """Return every how manieth token is probed: `EVERY`, or the next odd number at which the head costs its share.
+
+    At least eight tokens of a window are probed, whatever they cost, or as many as `EVERY` gives.
+
+    Args:
+        head: weights of the head, `vocab·d_model`; each token meets them forward and backward.
+        blocks: weights of all blocks together.
+        seq_len: tokens of a window.
+    """
+    wanted = min(math.ceil(2 * head / (HEAD_SHARE * blocks)), seq_len // 8)
+    return max(EVERY, wanted | 1)
 
 
 class FisherProbe:
@@ -37,6 +56,7 @@ class FisherProbe:
         numbers: `(samples,)` places in the text of this process's windows: what is drawn for one depends on its place.
         device: where blocks run.
         seed: of the draws; the global random state is neither read nor changed.
+        every: so manieth token of a window is probed (`stride`).
     """
 
     def __init__(
@@ -47,10 +67,13 @@ class FisherProbe:
         numbers: Tensor,
         device: torch.device,
         seed: int,
+        every: int = EVERY,
     ) -> None:
         """Take nothing yet."""
         self._blocks, self._peek, self._n_layers, self._device = blocks, peek, n_layers, device
         self._numbers, self._seed = numbers.tolist(), seed
+        # Not from the first token, where they are few: it may be the same in every window.
+        self._probed = slice(every - EVERY, None, every)
         self._roots: Tensor | None = None
 
     def reaches(self, index: int) -> bool:
@@ -65,24 +88,31 @@ class FisherProbe:
             index: the first of the blocks that are run.
             dense: the hidden states of this process's windows before it; they stay as they are.
 
-        Cost: at most `DEPTH` blocks; the head, forward and backward, on a seventh of the tokens. Memory: a copy of the
-        hidden states, and `(tokens/7, d_model)` that stay.
+        Cost: at most `DEPTH` blocks; the head, forward and backward, on the probed tokens. Memory: a copy of the hidden
+        states, `ROWS` distributions a few times, and `(probed, d_model)` that stay.
         """
         if self._roots is not None:
             return
-        probe, seed = dense.copy(), 0
+        probe = dense.copy()
         for layer in range(index, self._n_layers):
             advance(block if layer == index else self._peek(layer), layer, probe, self._device)
+        group: list[_Part] = []
 
         def rows() -> Iterator[Tensor]:
-            nonlocal seed
             windows = (window for states in probe.hidden for window in states)
-            for number, window in zip(self._numbers, windows, strict=True):
-                for part, probed in enumerate(window[::EVERY].split(ROWS)):
-                    seed = ((self._seed << 40) + (number << 12) + part) % 2**63
-                    yield probed
+            parts = (
+                _Part(((self._seed << 40) + (number << 12) + part) % 2**63, probed)
+                for number, window in zip(self._numbers, windows, strict=True)
+                for part, probed in enumerate(window[self._probed].split(ROWS))
+            )
+            for group[:] in _grouped(parts):
+                yield torch.cat([part.states for part in group])
 
-        pulled = self._blocks.pull_back(rows(), lambda logits: fisher_noise(logits, seed))
+        def noise(logits: Tensor) -> Tensor:
+            split = logits.split([len(part.states) for part in group])
+            return torch.cat([fisher_noise(own, part.seed) for own, part in zip(split, group, strict=True)])
+
+        pulled = self._blocks.pull_back(rows(), noise)
         roots = torch.cat([root.cpu() for root in pulled])
         self._roots = roots.view(len(self._numbers), -1, roots.shape[1])
 
@@ -106,14 +136,14 @@ class FisherProbe:
             roots, weights = next(batches)
 
             def probed(states: Tensor) -> Tensor:
-                return states.reshape(len(roots), -1, states.shape[-1])[:, ::EVERY].float()
+                return states.reshape(len(roots), -1, states.shape[-1])[:, self._probed].float()
 
             z, roots = probed(inputs[0]), roots.to(output.device)
             if norm is not None:
                 roots = through_norm(norm, probed(output), roots)
             felt = (roots @ affine(down).weight.float()).square()
             if weights is not None:
-                felt *= weights[:, ::EVERY, None].to(felt)
+                felt *= weights[:, self._probed, None].to(felt)
             total.add_(torch.stack([(felt * z.pow(power)).sum((0, 1)) for power in (2, 1, 0)]))
 
         handle = down.register_forward_hook(add)
@@ -121,6 +151,26 @@ class FisherProbe:
             yield
         finally:
             handle.remove()
+
+
+class _Part(NamedTuple):
+    """Probed tokens of one window, which are drawn for together."""
+
+    seed: int
+    states: Tensor
+    """`(rows, d_model)`, at most `ROWS`."""
+
+
+def _grouped(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    """Put parts together as long as they have at most `ROWS` rows: the head reads all its weights for each group."""
+    group: list[_Part] = []
+    for part in parts:
+        if sum(len(each.states) for each in group) + len(part.states) > ROWS:
+            yield group
+            group = []
+        group.append(part)
+    if group:
+        yield group
 
 
 def fisher_noise(logits: Tensor, seed: int) -> Tensor:

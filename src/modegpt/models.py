@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from .architectures import Architecture, architecture_of
+from .blocks import tied_tensors
 from .errors import InputError, MissingExtraError, first_line, refused
+from .text_part import KEY_MAPPING, has_text_part, text_part
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -78,11 +80,16 @@ def local_folder(name: str) -> Path | None:
 
 
 def open_config(name: str) -> PreTrainedConfig:
-    """Read a model's config, and nothing else of it.
+    """Read a model's config, and nothing else of it; of a multimodal model that of its language model.
 
     Raises:
         InputError: there is no such model, or its config cannot be read.
     """
+    return text_part(outer_config(name))
+
+
+def outer_config(name: str) -> PreTrainedConfig:
+    """Read a model's config as it is, that of a multimodal model whole; see `open_config`."""
     location, arguments = _where(name)
     with refused(f"model '{name}' cannot be opened"):
         return AutoConfig.from_pretrained(location, **arguments)
@@ -119,7 +126,7 @@ def open_tokenizer(name: str) -> Any:
 
 
 def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Load a dense or compressed causal language model in evaluation mode.
+    """Load a dense or compressed causal language model in evaluation mode; of a multimodal one its language model.
 
     Args:
         name: hub name, folder or `.gguf` file (whose quantized weights are unpacked).
@@ -131,15 +138,19 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     """
     location, arguments = _where(name)
     device = torch.device(device)
+    config = outer_config(name) if dtype == "auto" or not arguments else None
     if arguments:
         from transformers import GgufConfig
 
         arguments["quantization_config"] = GgufConfig(dequantize=True)
     if dtype == "auto":
-        stored = getattr(open_config(name), "dtype", None) or torch.float32
+        stored = getattr(text_part(config), "dtype", None) or torch.float32
         dtype = compute_dtype(device, stored)
-    bars = transformers_logging.is_progress_bar_enabled()
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    if config is not None and has_text_part(config):
+        arguments |= {"config": text_part(config), "key_mapping": KEY_MAPPING}
+        transformers_logging.set_verbosity_error()  # it would list every weight of the towers
     try:
         with refused(f"model '{name}' cannot be loaded"):
             # With the loading info it returns a pair, which transformers' types do not say.
@@ -148,6 +159,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
             )
             model, loading = loaded
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
     if missing := sorted(loading["missing_keys"]):
@@ -155,4 +167,8 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
         raise InputError(
             f"the files of model '{name}' lack the weight '{missing[0]}'{more}: fetch it again, or mend its config"
         )
+    if "key_mapping" in arguments:
+        model._weight_conversions = None  # with which `save_pretrained` would turn the names round, into nonsense
+    if not tied_tensors(model):
+        model.config.tie_word_embeddings = False  # its files say so
     return model.to(device).eval()

@@ -1,5 +1,6 @@
 """Everything a run settles before its first block: the text, the sizes, the dtypes, where blocks come from."""
 
+import copy
 import hashlib
 import json
 import os
@@ -13,15 +14,19 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .allocation import LayerSizes
 from .architectures import Architecture, Dimensions, architecture_of
-from .blocks import BlockSource, ModelBlocks
+from .blocks import BlockSource, ModelBlocks, tied_tensors
 from .calibration import begin_windows, check_source, draw_windows, load_text, start_token, tokenize
 from .config import CompressionConfig
 from .errors import InputError
 from .evaluate import check_window
 from .modeling_modegpt import decoder_layers
-from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer
+from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer, outer_config
 from .report import versions
-from .shards import ShardBlocks, find_tensors, fingerprint, skeleton, why_not_streamable
+from .shards import ShardBlocks, find_tensors, fingerprint, skeleton, unties, why_not_streamable
+from .text_part import has_text_part
+
+_PIECE = 2**20
+"""Numbers of a tensor that are summed at once for its checksum."""
 
 
 @dataclass
@@ -110,7 +115,7 @@ def _about(data: str, windows: Tensor) -> dict[str, Any]:
 def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
     """Open a dense model as a stream of blocks: from its shards where it can be, else loaded whole."""
     if isinstance(model, PreTrainedModel):
-        config, name = model.config, getattr(model.config, "_name_or_path", "") or "in memory"
+        config, name = _untied(model), getattr(model.config, "_name_or_path", "") or "in memory"
         architecture = architecture_of(config)
         blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
         generation_config, identity, notes = model.generation_config, _checksum(model), []
@@ -122,6 +127,10 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         empty = skeleton(config)
         layers = decoder_layers(empty, architecture.describe())
         files = {} if folder is None else find_tensors(folder)
+        if unties(files, empty):
+            config.tie_word_embeddings = False
+            empty = skeleton(config)
+            layers = decoder_layers(empty, architecture.describe())
         obstacle = why_not_streamable(files, empty, layers)
         if folder is not None and obstacle is None:
             blocks = ShardBlocks(files, empty, layers, dtype, device)
@@ -129,9 +138,14 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
             identity, notes = fingerprint(files), []
         else:
             loaded = open_model(name, dtype)
+            config.tie_word_embeddings = loaded.config.tie_word_embeddings
             blocks = ModelBlocks(loaded, architecture, consume=True)
             generation_config, identity = loaded.generation_config, _checksum(loaded)
             notes = [f"the model was loaded whole, not streamed: {obstacle}"]
+        if has_text_part(whole := outer_config(name)):
+            notes.append(
+                f"of the {whole.model_type} model only the language model was taken: the result reads text alone"
+            )
     dims = Dimensions.of(architecture, config)
     return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)
 
@@ -185,12 +199,26 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
 
 
 def _checksum(model: PreTrainedModel) -> str:
-    """Identify the weights of a model in memory by the exact bits of each tensor's float64 sums."""
+    """Identify the weights of a model in memory by the exact bits of each tensor's float64 sums.
+
+    They are summed in pieces, as torch makes a float64 copy of what it sums.
+    """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        sums = (tensor.sum(dtype=torch.float64).item(), tensor.abs().sum(dtype=torch.float64).item())
-        digest.update(f"{name} {tuple(tensor.shape)} {sums[0].hex()} {sums[1].hex()}\n".encode())
+        pieces = tensor.flatten().split(_PIECE)
+        plain = sum(piece.sum(dtype=torch.float64) for piece in pieces)
+        absolute = sum(piece.abs().sum(dtype=torch.float64) for piece in pieces)
+        digest.update(f"{name} {tuple(tensor.shape)} {float(plain).hex()} {float(absolute).hex()}\n".encode())
     return digest.hexdigest()
+
+
+def _untied(model: PreTrainedModel) -> Any:
+    """Return the config of a model in memory, corrected where its head is not tied as that says."""
+    if tied_tensors(model) or not model.config.tie_word_embeddings:
+        return model.config
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    return config
 
 
 def _generation_config(folder: Path, model: PreTrainedModel) -> GenerationConfig | None:

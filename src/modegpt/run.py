@@ -20,7 +20,7 @@ from .config import MODULES, CompressionConfig
 from .damage import hold_out, measure_damages
 from .distributed import Team
 from .errors import InputError, NumericalError
-from .fisher import FisherProbe
+from .fisher import FisherProbe, stride
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
@@ -249,9 +249,10 @@ class Run:
 
     def _probe(self, windows: Tensor, peek: Callable[[int], nn.Module]) -> FisherProbe:
         """Return what tells the last blocks which neurons the logits feel."""
-        numbers = self.team.share(torch.arange(len(windows)))
-        n_layers, seed = self.source.dims.n_layers, self.config.seed
-        return FisherProbe(self.source.blocks, peek, n_layers, numbers, self.device, seed)
+        source, numbers = self.source, self.team.share(torch.arange(len(windows)))
+        head = source.config.vocab_size * source.dims.d_model
+        every = stride(head, sum(size.total for size in self.sizes), windows.shape[1])
+        return FisherProbe(source.blocks, peek, source.dims.n_layers, numbers, self.device, self.config.seed, every)
 
     def _restore(
         self, index: int, tensors: dict[str, Tensor], outcome: BlockOutcome, dense: Calibration | None

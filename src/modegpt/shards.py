@@ -19,6 +19,7 @@ from .errors import InputError, refused
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
 from .safetensors_merge import Entry, read_header
+from .text_part import names_in_files
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -66,6 +67,18 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
         if stored is None or files[stored].shape != list(wanted[name].shape):
             return f"its shards store '{name}' under another name or shape"
     return None
+
+
+def unties(files: dict[str, Entry], model: PreTrainedModel) -> bool:
+    """Whether a checkpoint holds two different weights for what its config ties (`model` is its skeleton).
+
+    transformers then goes by the files. Cost: both are read, if the files hold both.
+    """
+    for pair in model.all_tied_weights_keys.items() if model.config.tie_word_embeddings else ():
+        stored = [_stored_name(name, files, model) for name in pair]
+        if None not in stored and not torch.equal(*(_read(files, name) for name in stored if name is not None)):
+            return True
+    return False
 
 
 class ShardBlocks:
@@ -172,9 +185,7 @@ class ShardBlocks:
     def _read(self, name: str) -> Tensor:
         stored = _stored_name(name, self._files, self.model)
         assert stored is not None
-        with safe_open(self._files[stored].path, framework="pt") as file:
-            # A copy, so that the pages of the memory-mapped file are given back with it.
-            return file.get_tensor(stored).clone()
+        return _read(self._files, stored)
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -204,9 +215,18 @@ def fingerprint(files: dict[str, Entry]) -> dict[str, str]:
     return result
 
 
+def _read(files: dict[str, Entry], name: str) -> Tensor:
+    with safe_open(files[name].path, framework="pt") as file:
+        # A copy, so that the pages of the memory-mapped file are given back with it.
+        return file.get_tensor(name).clone()
+
+
 def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
-    """Return the name under which a shard holds a tensor: checkpoints of a base model leave out its prefix."""
-    candidates = [name, name.removeprefix(model.base_model_prefix + ".")]
+    """Return the name under which a shard holds a tensor: checkpoints of a base model leave out its prefix.
+
+    Those of a multimodal model put another before it.
+    """
+    candidates = [name, name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)]
     for module, file in architecture_of(model.config).file_names:
         if name.startswith(module):
             candidates.append(file + name.removeprefix(module))

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import InputError
+from ..text_part import MULTIMODAL, has_text_part
 from .apertus import APERTUS
 from .arcee import ARCEE
 from .cohere import COHERE, COHERE2
@@ -88,10 +89,16 @@ def architecture_of(config: Any) -> Architecture:
             f"the model is quantized ({about.get('quant_method', 'by a method that its config does not name')}): give "
             "its checkpoint in 16 or 32 bits, and quantize the compressed model"
         )
+    if has_text_part(config):
+        raise InputError(
+            f"the model is multimodal ('{model_type}') and is given as an object: give its folder or hub name, of "
+            "which the language model is taken"
+        )
     if model_type not in ARCHITECTURES:
         reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
         raise InputError(
-            f"model type '{model_type}' is not supported{reason}; supported are: {', '.join(sorted(ARCHITECTURES))}"
+            f"model type '{model_type}' is not supported{reason}; supported are: {', '.join(sorted(ARCHITECTURES))}, "
+            f"and such language models in: {', '.join(MULTIMODAL)}"
         )
     return ARCHITECTURES[model_type].resolve(config)
 

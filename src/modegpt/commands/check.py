@@ -27,13 +27,17 @@ def check(
     import torch
 
     from ..checking import Check, make_tiny, run_checks
-    from ..models import open_config, open_model
+    from ..models import open_model, outer_config
     from ..progress import ProgressBar
     from ..report import protocol
     from ..support import facts, supported
+    from ..text_part import has_text_part, text_part
 
-    config = open_config(model)
+    outer = outer_config(model)
+    config = text_part(outer)
     told = facts(config, supported(config), settings.sparsity)
+    if has_text_part(outer):
+        told = {"taken": f"the language model of the {outer.model_type} model, which reads text alone", **told}
     checks = [Check(topic, "told", meaning) for topic, meaning in told.items()]
     ran_on = None
     if not config_only:
