@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import modegpt
 from modegpt import CompressionConfig, InputError, NumericalError
+from modegpt.preparation import open_source
 
 
 def tiny_llama(**changes: object) -> LlamaForCausalLM:
@@ -49,6 +50,19 @@ def test_the_dense_model_is_left_as_it_was():
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_identity_of_a_model_in_memory_feels_every_weight(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modegpt.preparation._PIECE", 100)  # several of each matrix
+    model, cpu = tiny_llama(), torch.device("cpu")
+    before = open_source(model, cpu).identity
+    assert open_source(tiny_llama(), cpu).identity == before
+    for parameter in model.parameters():
+        kept = parameter.data.view(-1)[-1].clone()
+        parameter.data.view(-1)[-1] += 1e-3
+        assert open_source(model, cpu).identity != before
+        parameter.data.view(-1)[-1] = kept
+    assert open_source(model, cpu).identity == before
 
 
 @pytest.mark.parametrize("modules", [("mlp",), ("qk",), ("vo",), ("mlp", "qk", "vo")])

@@ -100,6 +100,16 @@ def test_a_batch_of_short_rows_holds_as_many_tokens_as_one_of_windows(monkeypatc
     assert seen == [(1, 20), (2, 10), (3, 6)]  # two windows of ten tokens
 
 
+def test_rows_are_drawn_for_alike_however_many_are_cumulated_at_once(monkeypatch: pytest.MonkeyPatch):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 300, generator=generator)
+    uniforms = torch.rand(50, dtype=torch.float64, generator=generator)
+    together = sample(logits, uniforms)
+    for numbers in (1, 600, 50 * 300 - 1):  # a row at a time, two, and all but one
+        monkeypatch.setattr("modegpt.own_text.CUMULATED", numbers)
+        assert torch.equal(sample(logits, uniforms), together)
+
+
 def test_sampling_gives_each_token_its_probability():
     chances = torch.tensor([0.5, 0.0, 0.25, 0.125, 0.125, 0.0])
     logits = chances.clamp_min(1e-45).log().where(chances > 0, torch.tensor(-1e4))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .architectures.access import Layout
 from .decompose.logits import gram
+from .modeling_modegpt import query_growth
 
 QUERIES = 6
 """Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 38 sequences give 228
@@ -75,6 +76,8 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
     first = min(FIRST, n_tokens - 1)
     places = first + ((torch.arange(count, device=device) + 0.5) * (n_tokens - first) / count).long()
     query = query[:, :, places] * getattr(attention, architecture.scaling, dims.d_head**-0.5)
+    if architecture.query_growth:
+        query = query * query_growth(attention.config, architecture.query_growth, arguments["position_ids"][:, places])
     allowed = _allowed(arguments.get("attention_mask"), places, n_tokens)
     cap = getattr(attention, architecture.softcap, None) if architecture.softcap else None
     last = (allowed.any(0) * torch.arange(n_tokens, device=device)).amax(1).tolist()  # key that a query may see

@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .cache_name import CACHE
-from .models import local_folder
+from .models import local_folder, outer_config
+from .shards import find_tensors
+from .text_part import has_text_part, is_text
 
 PROBE_TOKENS = 2
 """Tokens of the short pass: few enough for any sliding window."""
@@ -147,11 +149,16 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
 
 
 def file_bytes(name: str) -> int | None:
-    """Return the bytes of a model's weight files; None where they are in no format known here."""
+    """Return the bytes of a model's weight files, of a multimodal model those of its language model's tensors.
+
+    None where they are in no format known here.
+    """
     path = Path(name)
     if path.suffix == ".gguf":
         return path.stat().st_size
     folder = local_folder(name)
+    if folder and has_text_part(outer_config(name)):
+        return sum(entry.size for key, entry in find_tensors(folder).items() if is_text(key)) or None
     for pattern in ("model*.safetensors", "pytorch_model*.bin"):  # others may hold the same weights once more
         files = list(folder.glob(pattern)) if folder else []
         if files:

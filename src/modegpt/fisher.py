@@ -35,15 +35,15 @@ ROWS = 128
 def stride(head: int, blocks: int, seq_len: int) -> int:
     """Return every how manieth token is probed: `EVERY`, or the next odd number at which the head costs its share.
 
-    At least eight tokens of a window are probed, whatever they cost, or as many as `EVERY` gives.
+    Whatever they cost, at least eight tokens of a window are probed, or the fewer that `EVERY` gives.
 
     Args:
         head: weights of the head, `vocab·d_model`; each token meets them forward and backward.
         blocks: weights of all blocks together.
         seq_len: tokens of a window.
     """
-    wanted = min(math.ceil(2 * head / (HEAD_SHARE * blocks)), seq_len // 8)
-    return max(EVERY, wanted | 1)
+    wanted = min(math.ceil(2 * head / (HEAD_SHARE * blocks)) | 1, (seq_len // 8 - 1) | 1)
+    return max(EVERY, wanted)
 
 
 class FisherProbe:

@@ -44,6 +44,7 @@ ATTENTION_DEFAULTS = {
     "key_norm": "",
     "norm_input": "heads",
     "upcast_rotary": False,
+    "query_growth": "",
     "scaling": "scaling",
     "softcap": "",
     "dropout": "attention_dropout",
@@ -103,6 +104,8 @@ class CompressedAttention:
             query = self._rotate(query.unflatten(-2, (self._n_kv_heads, -1)), cos, sin).flatten(-3, -2)
             key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if names["query_growth"]:
+            query = query * query_growth(self.config, names["query_growth"], kwargs["position_ids"]).to(query.dtype)
 
         cache = _only_cache((cache, past_key_values, layer_past), kwargs)
         if cache is not None:
@@ -217,6 +220,19 @@ class CompressedAttention:
     def _dropout(self) -> float:
         own: Any = getattr(self, self._names["dropout"], 0.0)
         return getattr(own, "p", own)
+
+
+def query_growth(config: Any, slope: str, positions: Tensor) -> Tensor:
+    """Return `1 + β log(1 + ⌊p/L⌋)`, by which queries far into a text grow, `(1 or batch, 1, tokens, 1)`.
+
+    Args:
+        config: its `rope_parameters` hold `β`, and the length `L` that the model first knew.
+        slope: what they call `β`.
+        positions: `(1 or batch, tokens)`.
+    """
+    rope = config.rope_parameters
+    lengths = torch.floor(positions / rope["original_max_position_embeddings"])
+    return (1 + rope[slope] * torch.log(1 + lengths))[:, None, :, None]
 
 
 def _only_cache(known: tuple[Any, ...], others: dict[str, Any]) -> Any:

@@ -16,7 +16,14 @@ from .blocks import tied_tensors
 from .errors import InputError, MissingExtraError, first_line, refused
 from .text_part import KEY_MAPPING, has_text_part, text_part
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -74,7 +81,10 @@ def local_folder(name: str) -> Path | None:
     if path.suffix == ".gguf":
         return None
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+        # `consolidated*` of Mistral's repositories are the same weights once more.
+        return Path(
+            snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="consolidated*")
+        )
     except (OSError, ValueError, HfHubHTTPError) as problem:
         raise InputError(f"model '{name}' cannot be fetched: {first_line(problem)}") from problem
 
@@ -138,7 +148,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     """
     location, arguments = _where(name)
     device = torch.device(device)
-    config = outer_config(name) if dtype == "auto" or not arguments else None
+    config = outer_config(name) if dtype == "auto" or not arguments else None  # of a .gguf file it takes seconds
     if arguments:
         from transformers import GgufConfig
 

@@ -23,7 +23,7 @@ from .modeling_modegpt import decoder_layers
 from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer, outer_config
 from .report import versions
 from .shards import ShardBlocks, find_tensors, fingerprint, skeleton, unties, why_not_streamable
-from .text_part import has_text_part
+from .text_part import about_text_part, text_part
 
 _PIECE = 2**20
 """Numbers of a tensor that are summed at once for its checksum."""
@@ -121,13 +121,15 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         generation_config, identity, notes = model.generation_config, _checksum(model), []
     else:
         name = os.path.abspath(model) if Path(model).exists() else model  # noqa: PTH100 - a link to a blob keeps its name
-        config, architecture = check_model(name)
+        whole = outer_config(name)
+        config = text_part(whole)
+        architecture = architecture_of(config)
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)
         empty = skeleton(config)
         layers = decoder_layers(empty, architecture.describe())
         files = {} if folder is None else find_tensors(folder)
-        if unties(files, empty):
+        if unties(files, empty, dtype):
             config.tie_word_embeddings = False
             empty = skeleton(config)
             layers = decoder_layers(empty, architecture.describe())
@@ -142,10 +144,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
             blocks = ModelBlocks(loaded, architecture, consume=True)
             generation_config, identity = loaded.generation_config, _checksum(loaded)
             notes = [f"the model was loaded whole, not streamed: {obstacle}"]
-        if has_text_part(whole := outer_config(name)):
-            notes.append(
-                f"of the {whole.model_type} model only the language model was taken: the result reads text alone"
-            )
+        notes += about_text_part(whole)
     dims = Dimensions.of(architecture, config)
     return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)
 

@@ -69,14 +69,15 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
     return None
 
 
-def unties(files: dict[str, Entry], model: PreTrainedModel) -> bool:
+def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype) -> bool:
     """Whether a checkpoint holds two different weights for what its config ties (`model` is its skeleton).
 
-    transformers then goes by the files. Cost: both are read, if the files hold both.
+    transformers then goes by the files, by what they are in the dtype to run in. Cost: where the files hold both, both
+    are read.
     """
     for pair in model.all_tied_weights_keys.items() if model.config.tie_word_embeddings else ():
-        stored = [_stored_name(name, files, model) for name in pair]
-        if None not in stored and not torch.equal(*(_read(files, name) for name in stored if name is not None)):
+        stored = [name for each in pair if (name := _stored_name(each, files, model)) is not None]
+        if len(stored) == 2 and not torch.equal(*(_read(files, name).to(dtype) for name in stored)):
             return True
     return False
 

@@ -23,6 +23,7 @@ from transformers import (
     GPTNeoXConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
@@ -238,6 +239,22 @@ FAMILIES = [
             head_dim=16,
             sliding_window=WINDOW,
             layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        ),
+    ),
+    Family(
+        "ministral3",
+        # Beyond 8 tokens queries grow: to 1.9 times behind 64 of them.
+        lambda: Ministral3Config(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 8,
+                "llama_4_scaling_beta": 0.4,
+            },
         ),
     ),
     Family("olmo", lambda: OlmoConfig(**SIZES, **GROUPED, attention_bias=True)),

@@ -16,7 +16,7 @@ from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .granite import GRANITE
 from .llama import LLAMA
-from .mistral import MINISTRAL, MISTRAL
+from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
 from .nemotron import NEMOTRON
 from .olmo import OLMO, OLMO2, OLMO3
@@ -37,6 +37,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         SMOLLM3,
         MISTRAL,
         MINISTRAL,
+        MINISTRAL3,
         QWEN2,
         QWEN3,
         GEMMA,

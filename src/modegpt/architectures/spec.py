@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -72,6 +74,8 @@ class Architecture:
     """Whether a pair's cosine and sine are repeated side by side in their tables, too."""
     upcast_rotary: bool = False
     """Whether the embedding is computed in float32 whatever the states' dtype."""
+    query_growth: str = ""
+    """What the config's `rope_parameters` call the slope with which queries far into a text grow; empty for none."""
     scale_query: bool = False
     """Whether the query is scaled before the attention, which then scales by 1 (OPT)."""
     scaling: str = "scaling"
@@ -107,6 +111,11 @@ class Architecture:
 
         def said(field: Any) -> Any:
             return getattr(config, field) if isinstance(field, str) else field
+
+        rope = getattr(config, "rope_parameters", None) or {}
+        for key in (self.query_growth, "original_max_position_embeddings") if self.query_growth else ():
+            if key not in rope:
+                raise InputError(f"the config's rope_parameters lack '{key}', by which queries grow: mend the config")
 
         return replace(
             self,
@@ -185,6 +194,7 @@ DESCRIBED_IF_SET = (
     "norm_input",
     "kv_heads",
     "upcast_rotary",
+    "query_growth",
     "scaling",
     "softcap",
     "dropout",

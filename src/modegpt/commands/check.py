@@ -31,13 +31,13 @@ def check(
     from ..progress import ProgressBar
     from ..report import protocol
     from ..support import facts, supported
-    from ..text_part import has_text_part, text_part
+    from ..text_part import about_text_part, text_part
 
     outer = outer_config(model)
     config = text_part(outer)
     told = facts(config, supported(config), settings.sparsity)
-    if has_text_part(outer):
-        told = {"taken": f"the language model of the {outer.model_type} model, which reads text alone", **told}
+    if notes := about_text_part(outer):
+        told = {"taken": notes[0], **told}
     checks = [Check(topic, "told", meaning) for topic, meaning in told.items()]
     ran_on = None
     if not config_only:

@@ -50,9 +50,10 @@ def evaluate(
     from ..calibration import check_source, start_token
     from ..inspection import calibrated_on
     from ..measuring import common_window, open_texts, seen_text
-    from ..models import open_config, open_model, open_tokenizer, resolve_device
+    from ..models import open_model, open_tokenizer, outer_config, resolve_device
     from ..progress import ProgressBar
     from ..report import protocol
+    from ..text_part import about_text_part, text_part
     from ..zero_shot import harness_version, open_tasks
 
     target = resolve_device(device)
@@ -62,7 +63,8 @@ def evaluate(
     with ProgressBar("reading tasks and texts") as progress:
         opened = open_tasks([name for part in tasks for name in names(part)]) if tasks else []
         tokenizers = {model: open_tokenizer(model) for model in models}
-        configs = {model: open_config(model) for model in models}
+        outer = {model: outer_config(model) for model in models}
+        configs = {model: text_part(config) for model, config in outer.items()}
         # One number for all models, so that their figures compare.
         window = common_window(list(configs.values()), seq_len) if data else 0
         bounds = bounds._replace(seq_len=window or None)
@@ -78,7 +80,8 @@ def evaluate(
             first = first or accuracies
             measured.append({"model": model, **about, **found, "over_first": over})
             del network  # before the next is loaded, or memory would have to hold two
-    warnings = [*_warnings(measured, texts), *seen]
+    taken = [note for config in outer.values() for note in about_text_part(config)]
+    warnings = [*_warnings(measured, texts), *seen, *dict.fromkeys(taken)]
     about = {"model": models[0], "models": models, "dtype": measured[0]["dtype"], "device": str(target)}
     about |= {"split": "evaluation", **bounds._asdict(), "stride": bounds.seq_len}
     about["start_token"] = start_token(configs[models[0]], tokenizers[models[0]])
