@@ -225,6 +225,7 @@ def test_queries_that_grow_need_their_numbers(tmp_path: Path):
 def test_check_says_what_is_taken(tmp_path: Path):
     # No head of their own, says a Gemma 3 that leaves it open; its language model's config must say it.
     multimodal(*CASES[0], tie_word_embeddings=None).config.save_pretrained(tmp_path)
-    result = CliRunner().invoke(app, ["check", str(tmp_path), "--config-only"])
+    result = CliRunner().invoke(app, ["check", str(tmp_path), "--config-only", "--json", str(tmp_path / "said.json")])
     assert result.exit_code == 0, result.output
-    assert "of the gemma3 model only the language model is taken" in " ".join(result.output.split())
+    first = json.loads((tmp_path / "said.json").read_text())["checks"][0]
+    assert "of the gemma3 model only the language model is taken" in first["meaning"]
