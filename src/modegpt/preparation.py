@@ -127,12 +127,11 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)
         empty = skeleton(config)
-        layers = decoder_layers(empty, architecture.describe())
         files = {} if folder is None else find_tensors(folder)
         if unties(files, empty, dtype):
             config.tie_word_embeddings = False
             empty = skeleton(config)
-            layers = decoder_layers(empty, architecture.describe())
+        layers = decoder_layers(empty, architecture.describe())
         obstacle = why_not_streamable(files, empty, layers)
         if folder is not None and obstacle is None:
             blocks = ShardBlocks(files, empty, layers, dtype, device)

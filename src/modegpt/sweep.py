@@ -27,13 +27,13 @@ from .errors import InputError
 from .inspection import describe
 from .measures import Measures, Quality
 from .measuring import seen_text
-from .models import open_config, open_model, outer_config, resolve_device
+from .models import open_model, outer_config, resolve_device
 from .partial import PartialCheckpoint, check_fingerprint, finished_report
 from .preparation import Text, open_text, run_fingerprint
 from .report import Stopwatch, machine, protocol
 from .run import Progress, Run
 from .sweep_plots import draw
-from .text_part import about_text_part
+from .text_part import about_text_part, text_part
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 SPEED = BenchSettings(batch_sizes=(1,), lengths=(128,), new_tokens=32)
@@ -94,7 +94,7 @@ def sweep(
         "config": {key: value for key, value in config.as_dict().items() if key != "sparsity"},
         "measures": work.about,
         "points": [{key: value for key, value in point.items() if key != "fingerprint"} for point in points],
-        "warnings": [*seen_text(str(calibration), measures.data), *about_text_part(outer_config(str(model)))],
+        "warnings": [*seen_text(str(calibration), measures.data), *work.notes],
         **protocol(),
     }
     write_json(table, out / "sweep.json")
@@ -141,7 +141,8 @@ class _Sweep:
         """Check everything, then open the texts, then the model."""
         self.out, self.measures, self.keep_models, self.progress = out, measures, keep_models, progress
         self.device = resolve_device(config.device)
-        dense_config = open_config(model)
+        outer = outer_config(model)
+        dense_config, self.notes = text_part(outer), about_text_part(outer)
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:
             check_settings(self.speed, [dense_config])
