@@ -45,6 +45,13 @@ def moments_of(*batches: torch.Tensor) -> BlockMoments:
     return result
 
 
+@pytest.fixture(params=[384, 4], ids=["one panel", "several"])
+def panels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large moments are summed in panels of rows, up to the diagonal: of these sizes in one, and in several."""
+    monkeypatch.setattr("modegpt.triangle.PANEL", request.param)
+
+
+@pytest.mark.usefixtures("panels")
 def test_moments_are_the_sums_the_docstrings_state():
     torch.manual_seed(0)
     batch = torch.randn(3, 5, 54)
@@ -122,6 +129,21 @@ def test_gates_are_what_the_activations_hold_beside_the_up_projection():
     torch.testing.assert_close(moments["gate"], some.T @ some, **CLOSE)
 
 
+@pytest.mark.usefixtures("panels")
+def test_a_sum_that_was_read_can_be_added_to():
+    torch.manual_seed(1)
+    first, second, third = torch.randn(3, 5, 54)
+    together, moments, other = moments_of(first, second, third), moments_of(first), moments_of(third)
+    for name in SUMS:
+        moments[name]
+    for source, columns in COLUMNS.items():
+        moments.update(source, second[..., columns])
+    moments.merge(other)
+    for name in SUMS:
+        assert torch.equal(together[name], moments[name]), name
+
+
+@pytest.mark.usefixtures("panels")
 def test_split_batches_merge_to_the_same_bits():
     torch.manual_seed(1)
     first, second = torch.randn(2, 5, 54), torch.randn(4, 5, 54)

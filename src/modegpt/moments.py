@@ -18,6 +18,7 @@ from .architectures.access import HEADS, Layout
 from .attention_logits import record_logits
 from .errors import NumericalError
 from .token_weights import weighed_by_norm
+from .triangle import add_lower, fill_upper
 
 SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),
@@ -55,6 +56,9 @@ GATES_EVERY = 4
 ENERGY_ROWS = 128
 """Tokens whose activations are squared at once."""
 
+SYMMETRIC = ("mlp", "context", "gate")
+"""The large second moments: their lower triangles alone are summed."""
+
 WEIGHTED = ("mlp", "context", "gate")
 """The sources whose tokens have weights: those that a refit reads. Query-key measures every window's logits alike."""
 
@@ -73,7 +77,7 @@ class BlockMoments:
     """The sums over calibration tokens from which a block is decomposed; unnormalised, float64 but for the gates'."""
 
     sums: dict[str, Tensor]
-    """By the names of `SHAPES`."""
+    """By the names of `SHAPES`. Of those in `SYMMETRIC`, what stands above the diagonal is of no use: see `[]`."""
     n_tokens: float = field(default=0)
     """What the weights of all tokens sum to."""
     every: int = 1
@@ -87,6 +91,8 @@ class BlockMoments:
     weights: Tensor | None = field(default=None, repr=False)
     """`(tokens,)` weights of all tokens that come next; None where all count alike."""
     _mlp_input: Tensor | None = field(default=None, repr=False)
+    _half: set[str] = field(default_factory=set, repr=False)
+    """The sums whose upper triangles do not hold what their lower ones do."""
 
     @classmethod
     def zeros(
@@ -99,8 +105,15 @@ class BlockMoments:
         return cls(sums, every=every)
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a sum."""
+        """Return a sum, whole."""
+        if name in self._half:
+            fill_upper(self.sums[name])
+            self._half.remove(name)
         return self.sums[name]
+
+    def _add_square(self, name: str, x: Tensor) -> None:
+        add_lower(self.sums[name], x)
+        self._half.add(name)
 
     def update(self, source: str, states: Tensor) -> None:
         """Add the states of more tokens to every moment of one source.
@@ -108,7 +121,7 @@ class BlockMoments:
         Args:
             source: `mlp`, `query`, `key`, `value` or `context`.
             states: `(..., width)`: what the down projection reads, what a projection gives, heads side by side, or
-                what the output projection reads. Cost: `2·d_int²` operations a token for `mlp`.
+                what the output projection reads. Cost: about `d_int²` operations a token for `mlp`.
         """
         x = self.counted(states).float()
         if self.roots is not None and source in WEIGHTED:
@@ -119,8 +132,8 @@ class BlockMoments:
             self._mlp_input = x
         for name in self.sums.keys() & {source, f"{source}_sum", f"{source}_moment"}:
             total = self.sums[name]
-            if name in ("mlp", "context"):
-                total += x.mT @ x
+            if name in SYMMETRIC:
+                self._add_square(name, x)
             elif name.endswith("_sum"):
                 weighted = x if self.roots is None or source not in WEIGHTED else self.roots * x
                 total += weighted.sum(0, dtype=torch.float64).view_as(total)
@@ -135,13 +148,13 @@ class BlockMoments:
             self.sums["mlp_energy"] += weight @ part.float().square()
 
     def update_gates(self, activations: Tensor, up: Tensor) -> None:
-        """Add some tokens' gates `a = z / u`, from `(..., d_int)` `z` and `u`. Cost: `d_int²/2` operations a token."""
+        """Add some tokens' gates `a = z / u`, from `(..., d_int)` `z` and `u`. Cost: `d_int²/4` operations a token."""
         some = slice(None, None, GATES_EVERY) if self.gate_places is None else self.gate_places.to(up.device)
         z, u = (self.counted(states)[some].float() for states in (activations, up))
         a = torch.where(u != 0, z / u, 0)
         if self.roots is not None:
             a = self.roots[some] * a
-        self.sums["gate"] += a.mT @ a
+        self._add_square("gate", a)
 
     def update_target(self, wanted: Tensor) -> None:
         """Add `(..., d_model)` targets of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
@@ -173,6 +186,7 @@ class BlockMoments:
     def merge(self, other: "BlockMoments") -> None:
         """Add the moments of other tokens of the same block: sums of disjoint batches merge exactly."""
         self.n_tokens += other.n_tokens
+        self._half |= other._half
         for name, total in self.sums.items():
             total += other.sums[name]
 

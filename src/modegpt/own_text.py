@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .blocks import BlockSource, Calibration, advance
+from .blocks import BlockSource, Calibration, advance, all_finite
 from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
@@ -105,7 +105,7 @@ def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
     Raises:
         NumericalError: the logits are NaN or infinite.
     """
-    if not torch.isfinite(logits).all():
+    if not all_finite(logits):
         raise NumericalError("the dense model gives NaN or infinity as logits: check its weights")
     size = max(1, CUMULATED // logits.shape[1])
     drawn = []

@@ -87,7 +87,7 @@ def estimate(
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
     memory = block * dtype.itemsize + (3 * 8 + 4) * dims.d_int**2
-    passes = sum(n_passes * 2 * size.total for size in sizes) + dims.n_layers * 2 * dims.d_int**2
+    passes = sum(n_passes * 2 * size.total for size in sizes) + dims.n_layers * dims.d_int**2
     fast, exact = _rate(dtype, device), _rate(torch.float64, device)
     writing = n_written * sum(2 * size.total for size in sizes)
     seconds = (n_tokens * passes + writing) / fast + dims.n_layers * 3 * dims.d_int**3 / exact

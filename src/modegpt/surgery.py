@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .architectures import Architecture, Dimensions
 from .architectures.access import Layout
+from .blocks import all_finite
 from .config import MODULES, CompressionConfig
 from .decompose import NotPositiveDefiniteError
 from .errors import NumericalError
@@ -131,7 +132,7 @@ def compress_block(
         layer = {**before.layer, "mlp_width": sizes["mlp"]}
         shrink_mlp(block, architecture.describe(), sizes["mlp"])
     dense.narrowed(layer).write(block, weights)
-    if not all(torch.isfinite(module.weight).all() for module in architecture.linears(block)):
+    if not all(all_finite(module.weight) for module in architecture.linears(block)):
         raise NumericalError(f"layer {index}: the decomposition produced NaN or infinity")
     if before is None and layer["rope_pairs"]:
         rope_index = block.get_submodule(architecture.attention).get_buffer("rope_index")

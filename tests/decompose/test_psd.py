@@ -21,7 +21,7 @@ def test_tolerance_is_that_of_pinv():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("function", [psd.symmetrize, psd.cholesky, psd.root, lambda a: psd.solve(a, a)])
+@pytest.mark.parametrize("function", [psd.symmetrize, psd.cholesky, psd.root, psd.inverse, lambda a: psd.solve(a, a)])
 def test_what_is_not_finite_is_refused(function, bad):
     matrix = moment(0, 20, 4)
     matrix[1, 2] = bad
@@ -29,7 +29,7 @@ def test_what_is_not_finite_is_refused(function, bad):
         function(matrix)
 
 
-@pytest.mark.parametrize("function", [psd.symmetrize, psd.cholesky, psd.root, lambda a: psd.solve(a, a)])
+@pytest.mark.parametrize("function", [psd.symmetrize, psd.cholesky, psd.root, psd.inverse, lambda a: psd.solve(a, a)])
 @pytest.mark.parametrize("n_tokens", [2, 20])
 def test_inputs_are_not_mutated(function, n_tokens):
     matrix = moment(0, n_tokens, 4)
@@ -166,3 +166,25 @@ def test_root_of_zero_is_zero():
     assert not root.any()
     assert not inverse.any()
     assert rank.tolist() == [0, 0]
+
+
+@properties
+@given(seeds, st.integers(1, 6))
+def test_inverses_of_a_batch_are_those_of_its_matrices(seed, width):
+    batch = torch.stack([moment(seed + place, 6 * width, width) for place in range(2)])
+    torch.testing.assert_close(psd.inverse(batch), torch.linalg.inv(batch), **GAUSSIAN_TOLERANCE)
+    assert torch.equal(psd.inverse(batch[None]), psd.inverse(batch)[None])
+
+
+@properties
+@given(seeds, st.integers(2, 6))
+def test_where_one_of_a_batch_is_singular_all_are_pseudo_inverses(seed, width):
+    batch = torch.stack([moment(seed, 6 * width, width), moment(seed, width - 1, width)])
+    expected = torch.linalg.pinv(batch, hermitian=True)
+    torch.testing.assert_close(psd.inverse(batch)[0], expected[0], **GAUSSIAN_TOLERANCE)
+    # The nonzero eigenvalues of few tokens can be small: what is compared is the projection on them.
+    torch.testing.assert_close((batch @ psd.inverse(batch))[1], (batch @ expected)[1], **GAUSSIAN_TOLERANCE)
+
+
+def test_a_zero_matrix_has_a_zero_inverse():
+    assert torch.equal(psd.inverse(torch.zeros(2, 3, 3, dtype=torch.float64)), torch.zeros(2, 3, 3).double())

@@ -109,14 +109,14 @@ def alternate(metrics: Tensor, outputs: Tensor, basis: Tensor, rounds: int = ROU
     history = []
     for _ in range(rounds):
         columns = basis[:, None]
-        inner = _inverse(columns.mT @ metrics @ columns)
+        inner = psd.inverse(columns.mT @ metrics @ columns)
         seen = weighted @ metrics @ columns @ inner  # G K G B S⁻¹
         history.append(_loss(weighted, metrics, columns, inner))
         gram = inner @ columns.mT @ seen  # Y Yᵀ
         goal = seen.sum(1)  # Σ G W Yᵀ
         basis = torch.linalg.qr(_conjugate_gradients(metrics, gram, goal, basis)).Q
     columns = basis[:, None]
-    history.append(_loss(weighted, metrics, columns, _inverse(columns.mT @ metrics @ columns)))
+    history.append(_loss(weighted, metrics, columns, psd.inverse(columns.mT @ metrics @ columns)))
     return fix_signs(basis)[0], history
 
 
@@ -124,11 +124,6 @@ def _loss(weighted: Tensor, metrics: Tensor, columns: Tensor, inner: Tensor) -> 
     """`Σ_h tr(G K) − tr(S⁻¹ BᵀG K G B)`, by group."""
     explained = ((inner @ columns.mT @ weighted @ metrics) * columns.mT).sum((-1, -2))
     return (weighted.diagonal(dim1=-2, dim2=-1).sum(-1) - explained).sum(1)
-
-
-def _inverse(matrix: Tensor) -> Tensor:
-    found = psd.root(matrix)
-    return found.inverse @ found.inverse.mT
 
 
 def _conjugate_gradients(metrics: Tensor, gram: Tensor, goal: Tensor, start: Tensor) -> Tensor:

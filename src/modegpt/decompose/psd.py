@@ -102,19 +102,46 @@ def solve(matrix: Tensor, rhs: Tensor) -> Solution:
     eigendecomposition (about `9n³`); the minimum norm is then that of `D X`. Rows of zero diagonal get zeros.
     """
     require_finite(matrix, "the matrix")
-    diagonal = matrix.diagonal()
-    scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 0)
-    scaled = (scale[:, None] * matrix).mul_(scale)
-    lower, info = torch.linalg.cholesky_ex(scaled)
-    # A pivot carries a rounding error of n·eps over the pivots before it, so a zero one can come out well above n·eps;
-    # above √(n·eps) the error is smaller than the pivot.
-    if not info.any() and bool((lower.diagonal().square() > tolerance(matrix) ** 0.5).all()):
-        return Solution(scale[:, None] * torch.cholesky_solve(scale[:, None] * rhs, lower), len(diagonal))
+    scale, scaled = _unit_diagonal(matrix)
+    lower = _sound_factor(scaled)
+    if lower is not None:
+        return Solution(scale[:, None] * torch.cholesky_solve(scale[:, None] * rhs, lower), len(matrix))
     values, vectors = torch.linalg.eigh(scaled)
     keep = values > tolerance(matrix) * values[-1].clamp_min(0)
     inverse = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
     projected = vectors.mT @ (scale[:, None] * rhs)
     return Solution(scale[:, None] * (vectors @ (inverse[:, None] * projected)), int(keep.sum()))
+
+
+def inverse(matrix: Tensor) -> Tensor:
+    """Return the inverses of `(..., n, n)` positive semidefinite matrices, or their pseudo-inverses.
+
+    By Cholesky factors, as `solve`, where all of the batch are sound; else all by `root`. Cost: about `n³` operations
+    each, or `11n³`. Meant for head-sized matrices.
+    """
+    require_finite(matrix, "the matrix")
+    scale, scaled = _unit_diagonal(matrix)
+    lower = _sound_factor(scaled)
+    if lower is None:
+        found = root(matrix)
+        return found.inverse @ found.inverse.mT
+    return scale[..., :, None] * torch.cholesky_inverse(lower) * scale[..., None, :]
+
+
+def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `diag(A)^-½`, 0 where that is 0, and `A` scaled by it on both sides."""
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 0)
+    return scale, (scale[..., :, None] * matrix).mul_(scale[..., None, :])
+
+
+def _sound_factor(scaled: Tensor) -> Tensor | None:
+    """Return the Cholesky factors of matrices of unit diagonal, or None where one of them may be singular."""
+    lower, info = torch.linalg.cholesky_ex(scaled)
+    # A pivot carries a rounding error of n·eps over the pivots before it, so a zero one can come out well above n·eps;
+    # above √(n·eps) the error is smaller than the pivot.
+    pivots = lower.diagonal(dim1=-2, dim2=-1).square()
+    return lower if not info.any() and bool((pivots > tolerance(scaled) ** 0.5).all()) else None
 
 
 class Root(NamedTuple):

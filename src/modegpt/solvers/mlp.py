@@ -91,8 +91,7 @@ def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
         kept = highest(scores, rank)
         ups = [up.rows(kept) for up in weights.ups]
         if gated:
-            refitted = refit_weight(moment, down, kept, RIDGE)
-            ups[1] = _folded(weights.ups[1], moments["gate"], down, kept, refitted)
+            ups[1] = _folded(weights.ups[1], moments["gate"], moment, down, kept)
         return Decision(
             {"ups": tuple(ups), "down": Affine(weights.down.weight[:, kept], weights.down.bias)}, 0.0, _dead(moments)
         )
@@ -154,11 +153,12 @@ def _scaled(scores: Tensor) -> Tensor:
     return scores / mean if mean > 0 else scores
 
 
-def _folded(up: Affine, gates: Tensor, down: Tensor, kept: Tensor, refitted: Tensor) -> Affine:
+def _folded(up: Affine, gates: Tensor, moment: Tensor, down: Tensor, kept: Tensor) -> Affine:
     rows = up.weight if up.bias is None else torch.cat((up.weight, up.bias[:, None]), dim=1)
     # The sum of some thousand tokens, taken as if it were independent of the inputs: float32 is more than it is worth.
-    rows, gates, down, refitted = (each.float() for each in (rows, gates, down, refitted))
-    rows = folded_up(gates, rows, down, kept, refitted, FOLD_RIDGE)
+    # The ridge bounds the condition of the scaled moment by (n + λ)/λ, so the solve keeps three digits at worst.
+    rows, gates, moment, down = (each.float() for each in (rows, gates, moment, down))
+    rows = folded_up(gates, rows, down, kept, refit_weight(moment, down, kept, RIDGE), FOLD_RIDGE)
     return Affine(rows, None) if up.bias is None else Affine(rows[:, :-1], rows[:, -1])
 
 
