@@ -47,8 +47,8 @@ def context_svd(
        `B̄` block-diagonal and `D = diag(B̄ᵀCB̄)`: heads make up for each other. At `λ = 0` no output projection has a
        smaller error for these bases; a larger `λ` keeps it nearer to the original weights.
 
-    At full rank the result equals the original pair. Cost: about `18·n_heads·d_head³` for the bases and
-    `(n_heads·rank)³/3 + 4·n_heads·rank·d_model·n_heads·d_head` for the refit.
+    At full rank the result equals the original pair. Cost: about `18·n_heads·d_head³` for the bases and, with
+    `n = n_heads·d_head` and `k = n_heads·rank`, `k³/3 + (2n² + 4k²)·d_model` for the refit.
 
     Args:
         moment: `(n_heads·d_head, n_heads·d_head)` second moment `C = Σ u uᵀ` of the input of the output projection,
@@ -72,21 +72,39 @@ def context_svd(
     if by_head.shape[1] > 1 and rank < d_head:
         basis, _ = alternate(metrics, by_head @ by_head.mT, basis)
 
-    wide = torch.block_diag(*basis.repeat_interleave(by_head.shape[1], dim=0))
-    projected = wide.mT @ output.mT
-    residual = output.mT - wide @ projected
-    cross = wide.mT @ (moment @ residual)
-    kept = wide.mT @ moment @ wide
+    projected = _narrow(basis, output.mT)
+    residual = output.mT - _widen(basis, projected)
+    image = moment @ residual
+    cross = _narrow(basis, image)
+    kept = _narrow(basis, _narrow(basis, moment).mT)
+    # Of W = B̄P + R the energy is that of R, that of B̄P, and twice their product: one product with all of C in all.
+    unexplained = (image * residual).sum()
+    total = unexplained + 2 * (cross * projected).sum() + ((kept @ projected) * projected).sum()
     # What a dim that no context takes is left with is rounding error, which the solver would scale up to one.
     silent = kept.diagonal() <= psd.tolerance(moment) * moment.diagonal().max()
     kept[silent], kept[:, silent] = 0, 0
-    kept.diagonal().mul_(1 + ridge)
+    damping = ridge * kept.diagonal()
+    kept.diagonal().add_(damping)
     correction, found = psd.solve(kept, cross)
-    new_output = projected + correction
-    left = output.mT - wide @ new_output
-    lost, total = ((moment @ left) * left).sum(), ((moment @ output.mT) * output.mT).sum()
+    # The correction X solves (K + λD)X = cross, so XᵀKX is Xᵀcross less λ XᵀDX.
+    lost = unexplained - (correction * cross).sum() - (damping[:, None] * correction.square()).sum()
     error = (lost.clamp_min(0) / total).sqrt().item() if total > 0 else 0.0
-    return ContextResult(basis, new_output.mT, error, len(kept) - found)
+    return ContextResult(basis, (projected + correction).mT, error, len(kept) - found)
+
+
+def _narrow(basis: Tensor, rows: Tensor) -> Tensor:
+    """Return `B̄ᵀX` for `(n_heads·d_head, m)` `X`, head by head: `(n_heads·rank, m)`."""
+    return _by_head(basis.mT, rows)
+
+
+def _widen(basis: Tensor, rows: Tensor) -> Tensor:
+    """Return `B̄Y` for `(n_heads·rank, m)` `Y`: `(n_heads·d_head, m)`."""
+    return _by_head(basis, rows)
+
+
+def _by_head(matrices: Tensor, rows: Tensor) -> Tensor:
+    groups, _, width = matrices.shape
+    return (matrices[:, None] @ rows.reshape(groups, -1, width, rows.shape[1])).flatten(0, 2)
 
 
 def alternate(metrics: Tensor, outputs: Tensor, basis: Tensor, rounds: int = ROUNDS) -> tuple[Tensor, list[Tensor]]:
