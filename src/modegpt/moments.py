@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .architectures import Architecture, Dimensions
 from .architectures.access import HEADS, Layout
 from .attention_logits import record_logits
+from .decompose.psd import all_finite
 from .errors import NumericalError
 from .token_weights import weighed_by_norm
 from .triangle import add_lower, fill_upper
@@ -193,7 +194,7 @@ class BlockMoments:
     def check_finite(self, layer: int) -> None:
         """Raise `NumericalError` naming the layer and the matrix if a sum is NaN or infinite."""
         for name, total in self.sums.items():
-            if not torch.isfinite(total.sum()):
+            if not all_finite(total):
                 source = name.split("_")[0]
                 meaning = MEANINGS.get(source, f"{source} states")
                 raise NumericalError(f"layer {layer}: NaN or infinity in the {meaning} on the calibration text")

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .blocks import BlockSource, Calibration, advance, all_finite
+from .blocks import BlockSource, Calibration, advance
+from .decompose.psd import all_finite
 from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates

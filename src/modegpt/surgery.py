@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from .architectures import Architecture, Dimensions
 from .architectures.access import Layout
-from .blocks import all_finite
 from .config import MODULES, CompressionConfig
 from .decompose import NotPositiveDefiniteError
+from .decompose.psd import all_finite
 from .errors import NumericalError
 from .modeling_modegpt import shrink_block, shrink_mlp
 from .moments import BlockMoments
