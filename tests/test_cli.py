@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 from modegpt import MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
-from modegpt.cli_support import OneLineErrors
+from modegpt.cli_support import OneLineErrors, mixed_dtypes
 from modegpt.commands.evaluate import _marked
 from modegpt.config import CompressionConfig
 from modegpt.demo import model_file, tables
@@ -268,6 +268,13 @@ def test_eval_ranks_no_perplexities_over_different_tokens(tiny_llama_dir: Path, 
     assert "tokenizers differ" in warning
     (row,) = [line for line in modegpt(*call).stdout.splitlines() if "small.txt, perplexity" in line]
     assert "*" not in row
+
+
+def test_a_comparison_says_that_dtypes_differ():
+    """On a CPU all is computed in float32 unless told otherwise, so no command shows it here."""
+    assert mixed_dtypes({"dense": "bfloat16", "small": "bfloat16"}) == []
+    (warning,) = mixed_dtypes({"dense": "bfloat16", "small": "float32"})
+    assert "dense in bfloat16, small in float32" in warning
 
 
 @pytest.mark.parametrize("kind", ["dense", "compressed"])

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ..cli_support import DEVICE, JSON, MODEL, check_json, console, dtype_name, emit, names, quiet
+from ..cli_support import DEVICE, JSON, MODEL, check_json, console, dtype_name, emit, mixed_dtypes, names, quiet
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 
@@ -56,12 +56,16 @@ def bench(
     models = {
         key: {"name": name, **costs[key].sizes(), "file_bytes": file_bytes(name)} for key, name in sources.items()
     }
-    about = {"dtype": {key: dtype_name(network) for key, network in networks.items()}, "device": str(target)}
+    dtypes = {key: dtype_name(network) for key, network in networks.items()}
+    warnings = mixed_dtypes({models[key]["name"]: dtype for key, dtype in dtypes.items()})
+    about = {"dtype": dtypes, "device": str(target)}
     about |= {"preset": preset, "prompts": "random tokens", **asdict(settings), **protocol()}
-    emit({"models": models, "results": rows, "protocol": about}, json_file)
+    emit({"models": models, "results": rows, "warnings": warnings, "protocol": about}, json_file)
     screen = console(json_file)
     for table in _tables(models, rows):
         screen.print(table)
+    for warning in warnings:
+        screen.print(f"warning: {warning}", markup=False)
 
 
 def _numbers(name: str, text: str) -> tuple[int, ...]:

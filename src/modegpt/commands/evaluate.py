@@ -7,7 +7,18 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import DEVICE, JSON, check_json, check_positive, console, dtype_name, emit, names, quiet
+from ..cli_support import (
+    DEVICE,
+    JSON,
+    check_json,
+    check_positive,
+    console,
+    dtype_name,
+    emit,
+    mixed_dtypes,
+    names,
+    quiet,
+)
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 from ..plots import labels
@@ -150,6 +161,7 @@ def _warnings(measured: Sequence[dict[str, Any]], texts: dict[str, dict[str, Any
         for source in next(iter(texts.values()))
         if not _alike(texts, source)
     ]
+    found += mixed_dtypes({entry["label"]: entry["dtype"] for entry in measured})
     return found + [
         f"{entry['label']}: {task['truncated']} requests of {task['task']} were cut to the model's positions"
         for entry in measured

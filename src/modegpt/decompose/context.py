@@ -72,11 +72,11 @@ def context_svd(
     if by_head.shape[1] > 1 and rank < d_head:
         basis, _ = alternate(metrics, by_head @ by_head.mT, basis)
 
-    projected = _narrow(basis, output.mT)
-    residual = output.mT - _widen(basis, projected)
+    projected = narrowed(basis, output.mT)
+    residual = output.mT - _widened(basis, projected)
     image = moment @ residual
-    cross = _narrow(basis, image)
-    kept = _narrow(basis, _narrow(basis, moment).mT)
+    cross = narrowed(basis, image)
+    kept = narrowed(basis, narrowed(basis, moment).mT)
     # Of W = B̄P + R the energy is that of R, that of B̄P, and twice their product: one product with all of C in all.
     unexplained = (image * residual).sum()
     total = unexplained + 2 * (cross * projected).sum() + ((kept @ projected) * projected).sum()
@@ -92,12 +92,12 @@ def context_svd(
     return ContextResult(basis, (projected + correction).mT, error, len(kept) - found)
 
 
-def _narrow(basis: Tensor, rows: Tensor) -> Tensor:
+def narrowed(basis: Tensor, rows: Tensor) -> Tensor:
     """Return `B̄ᵀX` for `(n_heads·d_head, m)` `X`, head by head: `(n_heads·rank, m)`."""
     return _by_head(basis.mT, rows)
 
 
-def _widen(basis: Tensor, rows: Tensor) -> Tensor:
+def _widened(basis: Tensor, rows: Tensor) -> Tensor:
     """Return `B̄Y` for `(n_heads·rank, m)` `Y`: `(n_heads·d_head, m)`."""
     return _by_head(basis, rows)
 
@@ -124,24 +124,19 @@ def alternate(metrics: Tensor, outputs: Tensor, basis: Tensor, rounds: int = ROU
         The basis, with orthonormal columns, and `J` by group before each round and after the last.
     """
     weighted = metrics @ outputs
+    present = weighted.diagonal(dim1=-2, dim2=-1).sum((-1, -2))  # Σ tr(G K)
+    images = weighted @ metrics  # G K G
     history = []
-    for _ in range(rounds):
+    for done in range(rounds + 1):
         columns = basis[:, None]
         inner = psd.inverse(columns.mT @ metrics @ columns)
-        seen = weighted @ metrics @ columns @ inner  # G K G B S⁻¹
-        history.append(_loss(weighted, metrics, columns, inner))
+        seen = images @ columns @ inner  # G W Yᵀ
+        history.append(present - (seen * columns).sum((-1, -2, -3)))
+        if done == rounds:
+            break
         gram = inner @ columns.mT @ seen  # Y Yᵀ
-        goal = seen.sum(1)  # Σ G W Yᵀ
-        basis = torch.linalg.qr(_conjugate_gradients(metrics, gram, goal, basis)).Q
-    columns = basis[:, None]
-    history.append(_loss(weighted, metrics, columns, psd.inverse(columns.mT @ metrics @ columns)))
+        basis = torch.linalg.qr(_conjugate_gradients(metrics, gram, seen.sum(1), basis)).Q
     return fix_signs(basis)[0], history
-
-
-def _loss(weighted: Tensor, metrics: Tensor, columns: Tensor, inner: Tensor) -> Tensor:
-    """`Σ_h tr(G K) − tr(S⁻¹ BᵀG K G B)`, by group."""
-    explained = ((inner @ columns.mT @ weighted @ metrics) * columns.mT).sum((-1, -2))
-    return (weighted.diagonal(dim1=-2, dim2=-1).sum(-1) - explained).sum(1)
 
 
 def _conjugate_gradients(metrics: Tensor, gram: Tensor, goal: Tensor, start: Tensor) -> Tensor:

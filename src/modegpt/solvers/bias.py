@@ -1,5 +1,7 @@
 """A projection that has a bias can carry the mean of its input there, exactly: only what varies has to be fitted."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ..moments import BlockMoments
@@ -24,7 +26,12 @@ def centred(moments: BlockMoments, name: str) -> Tensor:
 
 
 def shifted_bias(
-    bias: Tensor | None, moments: BlockMoments, name: str, dense: Tensor, narrow: Tensor, basis: Tensor
+    bias: Tensor | None,
+    moments: BlockMoments,
+    name: str,
+    dense: Tensor,
+    narrow: Tensor,
+    keep: Callable[[Tensor], Tensor],
 ) -> Tensor | None:
     """Return the bias that keeps the mean output: `b + W μ − Ŵ μ_S`; the bias as it is where no sum was taken.
 
@@ -34,11 +41,10 @@ def shifted_bias(
         name: of the moment.
         dense: `(d_model, n)` dense projection.
         narrow: `(d_model, rank)` new one.
-        basis: what the new one reads: `(rank,)` indices, or an `(n, rank)` matrix.
+        keep: gives what the new one reads of the `(n,)` mean: `(rank,)`.
     """
     total = moments.sums.get(f"{name}_sum")
     if bias is None or total is None:
         return bias
     mean = total / moments.n_tokens
-    kept = mean @ basis if basis.ndim == 2 else mean[basis]
-    return bias.double() + dense @ mean - narrow @ kept
+    return bias.double() + dense @ mean - narrow @ keep(mean)

@@ -63,7 +63,7 @@ def late(select: Callable[..., NystromResult]) -> Decide:
         down = weights.down.weight.double()
         # The gain is for the scores alone: least squares go row by row, and it may be 0.
         result = select(centred(moments, "mlp"), down, rank, heard=_heard(down, weights.mlp_gain))
-        bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, result.kept)
+        bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, lambda mean: mean[result.kept])
         return _decision(weights, moments, result, bias, [])
 
     return decide

@@ -1,13 +1,12 @@
 """Value and output: a basis of every value head, and the output projection that reads it."""
 
-import torch
 from torch import Tensor
 
 from ..architectures import Dimensions
 from ..architectures.access import Affine, BlockWeights
 from ..config import CompressionConfig
 from ..decompose import joint_svd, value_eigenvectors
-from ..decompose.context import context_svd
+from ..decompose.context import context_svd, narrowed
 from ..moments import BlockMoments
 from .bias import centred, shifted_bias
 from .decision import Decision, Solver
@@ -38,8 +37,11 @@ def contexts(
     """By the contexts that the output projection reads, all heads refitted together; means go into its bias."""
     output = weights.output.weight.double()
     result = context_svd(centred(moments, "context"), output, dims.n_heads, dims.n_kv_heads, rank, RIDGE)
-    wide = torch.block_diag(*result.basis.repeat_interleave(dims.n_heads // dims.n_kv_heads, dim=0))
-    bias = shifted_bias(weights.output.bias, moments, "context", output, result.output, wide)
+
+    def keep(mean: Tensor) -> Tensor:
+        return narrowed(result.basis, mean[:, None])[:, 0]
+
+    bias = shifted_bias(weights.output.bias, moments, "context", output, result.output, keep)
     missing = result.deficiency
     notes = [f"the kept contexts lack {missing} ranks; a pseudo-inverse was used"] if missing else []
     narrow = {"value": _narrow(weights.value, result.basis), "output": Affine(result.output, bias)}
