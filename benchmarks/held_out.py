@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 import modegpt
 from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
 from modegpt.calibration import load_text, tokenize
-from modegpt.damage import divergence, log_probabilities
+from modegpt.damage import divergence
 from modegpt.local_tasks import read_task
 
 EVAL_WINDOWS = 24
@@ -48,8 +48,8 @@ def mean_divergence(dense: PreTrainedModel, model: PreTrainedModel, tokens: Tens
     """Return the mean `KL(dense ‖ model)` of the next-token distributions over windows of a text, in nats."""
     total = 0.0
     for window in tokens.view(-1, 1, SEQ_LEN):
-        told = (log_probabilities(each(input_ids=window, use_cache=False).logits) for each in (dense, model))
-        total += divergence(*told)
+        expected, found = (each(input_ids=window, use_cache=False).logits[0] for each in (dense, model))
+        total += divergence(expected.log_softmax(-1), found)
     return total / len(tokens)
 
 

@@ -16,7 +16,7 @@ from modegpt import CompressionConfig
 from modegpt.allocation import LayerSizes, _kept_by_half, _modules_alone, allocate
 from modegpt.compress import prepare
 from modegpt.config import MODULES
-from modegpt.damage import LOGIT_COST, SEEN_COST, hold_out, work
+from modegpt.damage import COMPARED, LOGIT_COST, SEEN_COST, divergence, hold_out, work
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import fill_exponential
 from modegpt.ranks import open_slots, trial_rank
@@ -144,6 +144,24 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
         # 1e-6 of it where it is 0.001 and more.
         assert scores[layer, MODULES.index(module)].item() == pytest.approx(expected, rel=1e-3, abs=1e-6)
         assert expected > 1e-3
+
+
+@pytest.mark.parametrize("change", [1e-3, 0.03, 1.0, 40.0])
+def test_a_divergence_in_float32_is_the_one_in_float64(change):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(7, COMPARED // 3, generator=generator)  # in parts of three rows
+    changed = logits + change * torch.randn(logits.shape, generator=generator) + 5
+    if change > 1:  # and a token that was impossible becomes likely
+        logits[0, 0], changed[0, 0] = -300, 300
+    p, q = (each.double().log_softmax(-1) for each in (logits, changed))
+    expected = (p.exp() * (p - q)).sum().item()
+    # Measured: 2e-6, most of it from the float32 sums of the softmax.
+    assert divergence(logits.log_softmax(-1), changed) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_divergence_from_itself_is_zero():
+    logits = 3 * torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
+    assert divergence(logits.log_softmax(-1), logits) == 0
 
 
 def test_progress_counts_the_trials_that_a_block_carries():
