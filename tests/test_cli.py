@@ -25,7 +25,7 @@ from modegpt import MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
 from modegpt.cli_support import OneLineErrors, mixed_dtypes
-from modegpt.commands.evaluate import _marked
+from modegpt.commands.evaluate import _marked, _warnings
 from modegpt.config import CompressionConfig
 from modegpt.demo import model_file, tables
 from modegpt.demo import run as run_demo
@@ -273,7 +273,11 @@ def test_eval_ranks_no_perplexities_over_different_tokens(tiny_llama_dir: Path, 
 def test_a_comparison_says_that_dtypes_differ():
     """On a CPU all is computed in float32 unless told otherwise, so no command shows it here."""
     assert mixed_dtypes({"dense": "bfloat16", "small": "bfloat16"}) == []
-    (warning,) = mixed_dtypes({"dense": "bfloat16", "small": "float32"})
+    measured = [
+        {"label": "dense", "dtype": "bfloat16", "tasks": []},
+        {"label": "small", "dtype": "float32", "tasks": []},
+    ]
+    (warning,) = _warnings(measured, {"dense": {}, "small": {}})
     assert "dense in bfloat16, small in float32" in warning
 
 

@@ -149,7 +149,7 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
 @pytest.mark.parametrize("change", [1e-3, 0.03, 1.0, 40.0])
 def test_a_divergence_in_float32_is_the_one_in_float64(change):
     generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(7, COMPARED // 3, generator=generator)  # in parts of three rows
+    logits = 3 * torch.randn(7, COMPARED["cpu"] // 3, generator=generator)  # in parts of three rows
     changed = logits + change * torch.randn(logits.shape, generator=generator) + 5
     if change > 1:  # and a token that was impossible becomes likely
         logits[0, 0], changed[0, 0] = -300, 300

@@ -189,6 +189,31 @@ def test_contexts_or_weights_that_are_all_zero():
     assert unread.error == 0
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_direction_that_only_rounding_filled_wins_nothing(seed):
+    """Values of rank 3 of 32, four query heads each for two key-value heads; the second has values of full rank."""
+    n_tokens, d_head, n_heads = 400, 32, 8
+    flat = normal(seed, n_tokens, 3) * torch.tensor([1, 1e-2, 1e-4]) @ normal(seed + 1, 3, d_head)
+    full = normal(seed + 2, n_tokens, d_head)
+    order = [torch.randperm(n_tokens, generator=torch.Generator().manual_seed(head)) for head in range(n_heads)]
+    mixed = [0.6 * values + 0.4 * values[order[head]] for head, values in enumerate([flat] * 4 + [full] * 4)]
+    u = torch.cat(mixed, dim=1).float()
+    moment, u, output = (u.T @ u).double(), u.double(), normal(seed + 3, 24, n_heads * d_head)
+    result = context_svd(moment, output, n_heads, 2, 1, ridge=0.1)
+    wide = torch.block_diag(*result.basis.repeat_interleave(4, dim=0))
+    measured = (u @ output.T - u @ wide @ result.output.T).norm() / (u @ output.T).norm()
+    # What the moment says is true of the tokens, too, but for the rounding of its products, 1e-7 of a head's energy.
+    assert result.error == pytest.approx(measured.item(), rel=1e-5)
+    assert result.output.abs().max() < 3 * output.abs().max()  # noise asks for weights in the thousands
+    blocks = output.T.reshape(2, 4, d_head, -1)
+    metrics = torch.stack([moment[i : i + d_head, i : i + d_head] for i in range(0, len(moment), d_head)])
+    metrics = metrics.reshape(2, 4, d_head, d_head)
+    start = joint_svd(metrics.sum(1), blocks.transpose(1, 2).flatten(2), 1).basis
+    alternated, _ = alternate(metrics, blocks @ blocks.mT, start)
+    torch.testing.assert_close(result.basis, torch.stack((start[0], alternated[1])), **ROUNDING)
+    assert (alternated - start).abs().amax((1, 2)).min() > 1e-2  # each would go elsewhere
+
+
 @pytest.mark.parametrize("dead", [0, 3])
 def test_a_dead_head_changes_nothing_for_the_others(dead):
     u, _, output = problem(6)

@@ -1,6 +1,6 @@
 """Positive semidefinite matrices: the only home of tolerances, jitter, Cholesky and pseudo-inverse.
 
-All functions work in the dtype of their input, which the callers make float64.
+All functions work in the dtype of their input: float64, or float32 where a caller says why that is enough.
 """
 
 from typing import NamedTuple
