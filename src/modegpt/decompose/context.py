@@ -73,11 +73,11 @@ def context_svd(
     by_head = output.mT.reshape(n_kv_heads, -1, d_head, d_model)
     metrics = _diagonal_blocks(moment, n_heads).reshape(n_kv_heads, -1, d_head, d_head)
     stacked = by_head.transpose(1, 2).flatten(2)
-    basis = joint_svd(metrics.sum(1), stacked, rank).basis
-    known = _known(metrics.sum(1))
-    if by_head.shape[1] > 1 and rank < d_head and known.any():
-        alternated, _ = alternate(metrics, by_head @ by_head.mT, basis)
-        basis = torch.where(known[:, None, None], alternated, basis)
+    shared = metrics.sum(1)
+    basis = joint_svd(shared, stacked, rank).basis
+    if by_head.shape[1] > 1 and rank < d_head:
+        known = _known(shared)
+        basis[known] = alternate(metrics[known], (by_head @ by_head.mT)[known], basis[known])[0]
 
     projected = narrowed(basis, output.mT)
     residual = output.mT - _widened(basis, projected)
@@ -100,7 +100,7 @@ def context_svd(
 
 
 def narrowed(basis: Tensor, rows: Tensor) -> Tensor:
-    """Return `B̄ᵀX` for `(n_heads·d_head, m)` `X`, head by head: `(n_heads·rank, m)`."""
+    """Return `B̄ᵀX` for `(n_heads·d_head, m)` `X`, head by head: `(n_heads·rank, m)`; of key-value heads as well."""
     return _by_head(basis.mT, rows)
 
 

@@ -1,5 +1,7 @@
 """Value and output: a basis of every value head, and the output projection that reads it."""
 
+from functools import partial
+
 from torch import Tensor
 
 from ..architectures import Dimensions
@@ -37,10 +39,7 @@ def contexts(
     """By the contexts that the output projection reads, all heads refitted together; means go into its bias."""
     output = weights.output.weight.double()
     result = context_svd(centred(moments, "context"), output, dims.n_heads, dims.n_kv_heads, rank, RIDGE)
-
-    def keep(mean: Tensor) -> Tensor:
-        return narrowed(result.basis, mean[:, None])[:, 0]
-
+    keep = partial(_shortened, result.basis)
     bias = shifted_bias(weights.output.bias, moments, "context", output, result.output, keep)
     missing = result.deficiency
     notes = [f"the kept contexts lack {missing} ranks; a pseudo-inverse was used"] if missing else []
@@ -50,11 +49,13 @@ def contexts(
 
 def _narrow(value: Affine, basis: Tensor) -> Affine:
     """Return `Bᵀ W_V`, and `Bᵀ b_V`, by head."""
-    heads = value.weight.double().reshape(*basis.shape[:2], -1)
-    bias = None
-    if value.bias is not None:
-        bias = (basis.mT @ value.bias.double().reshape(*basis.shape[:2], 1)).flatten()
-    return Affine((basis.mT @ heads).flatten(0, 1), bias)
+    bias = None if value.bias is None else _shortened(basis, value.bias.double())
+    return Affine(narrowed(basis, value.weight.double()), bias)
+
+
+def _shortened(basis: Tensor, vector: Tensor) -> Tensor:
+    """Return `Bᵀ x` of a vector of all heads, by head."""
+    return narrowed(basis, vector[:, None])[:, 0]
 
 
 SVD = Solver(values, needs=lambda dims, bias: ("value",))
