@@ -2,13 +2,38 @@
 
 import math
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from readme import load, table
 from zero_shot_tables import zero_shot
 
 ROOT = Path(__file__).parent.parent
-START, END = "<!-- figures -->", "<!-- /figures -->"
+
+
+def headline() -> str:
+    """Return what a newcomer sees first: perplexity by sparsity, of the best solvers, the paper's, and fewer layers."""
+    if (data := load("solvers.json")) is None:
+        return ""
+    shares, about = (0.1, 0.2, 0.3), data["protocol"]
+    methods = {
+        ("best", "error"): "modegpt, `--allocation error`",
+        ("best", "uniform"): "modegpt",
+        ("paper", "influence"): "the MoDeGPT paper, `--solver paper --allocation influence`",
+        ("paper", "uniform"): "its solvers with uniform ranks, `--solver paper`",
+        ("paper", "error"): "its solvers with ours, `--solver paper --allocation error`",
+        ("drop layers", None): "whole layers dropped by Block Influence",
+    }
+    whole = [row for row in data["rows"] if row.get("modules", "all") == "all"]
+    cell = {(row["method"], row.get("allocation"), row["sparsity"]): row["perplexity"] for row in whole}
+    rows = [[name, *(f"{cell[(*method, share)]:.1f}" for share in shares)] for method, name in methods.items()]
+    dense = data["rows"][0]["perplexity"]
+    return (
+        f"WikiText-2 perplexity of SmolLM2-135M-Instruct, {dense:.1f} as it is, after a share of its blocks' "
+        f"parameters was removed\n(calibrated on {about['calibration']}; {about['test']};\n"
+        "comparable with one another, not with published figures):\n\n"
+        + table(["", *(f"{share:.0%}" for share in shares)], rows)
+    )
 
 
 def faithful() -> str:
@@ -62,21 +87,34 @@ def allocation() -> str:
 
 
 def solvers() -> str:
-    """Return the section on the best solvers against the paper's."""
+    """Return the section on the best solvers against the paper's, and what each costs."""
     if (data := load("solvers.json")) is None:
         return ""
-    return f"**The best solvers against the paper's.** {_solver_table(data)}"
+    return f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_solver_costs(data)}"
 
 
 def other_text() -> str:
     """Return the section on the same, calibrated on another text."""
     if (data := load("solvers_instruct.json")) is None:
         return ""
-    seconds = {row["method"]: row["seconds"]["total"] for row in data["rows"] if "seconds" in row}
+    return f"**The same, calibrated on another text.** {_solver_table(data)}"
+
+
+def _solver_costs(data: dict[str, Any]) -> str:
+    whole = [row for row in data["rows"] if row.get("modules") == "all"]
+    seconds = {
+        (row["method"], row["sparsity"]): row["seconds"]["total"] for row in whole if row["allocation"] == "uniform"
+    }
+    best = {sparsity: value for (method, sparsity), value in seconds.items() if method == "best"}
+    ratios = [value / seconds["paper", sparsity] for sparsity, value in best.items()]
+    compressing = median(best.values())
+    scoring = next(row["scoring_seconds"] for row in whole if (row["method"], row["allocation"]) == ("best", "error"))
+    machine = data["machine"]
     return (
-        f"**The same, calibrated on another text.** {_solver_table(data)}\n\n"
-        f"In this run compressing took {seconds['best'] / seconds['paper']:.2f} times as long with `best` as with "
-        f"`paper`, {seconds['best']:.0f} s ({data['machine']['processor']}, threads: {data['machine']['threads']})."
+        f"Under `uniform` compressing took {median(ratios):.1f} times as long with `best` as with `paper` "
+        f"({min(ratios):.2f} to {max(ratios):.2f}), {compressing:.0f} s\n"
+        f"({machine['processor']}, threads: {machine['threads']}). The scores of `error` take {scoring:.0f} s with "
+        f"`best`, once for all sparsities: {scoring / compressing:.1f} times that."
     )
 
 
@@ -157,7 +195,8 @@ def speed() -> str:
         f"{first['batch_size']}, prompts of {first['prompt_tokens']} tokens and {first['new_tokens']} decoded;\n"
         f"dense and compressed in turn in one process, medians of {about['repeats']} rounds (`benchmarks/speed.py`).\n"
         "What is possible follows from the work that is left: weights read per decoded token with the head, and\n"
-        "multiply-accumulates of a prompt. Ranks are uniform.\n\n" + table(header, rows)
+        "multiply-accumulates of a prompt. Ranks are uniform; SmolLM2 is cut to them without calibration, `0.5b` is "
+        "random.\n\n" + table(header, rows)
     )
 
 
@@ -207,12 +246,19 @@ def figures() -> str:
     return "\n\n".join(section for section in sections if section)
 
 
+SECTIONS = {"headline": headline, "figures": figures}
+"""What stands between `<!-- name -->` and `<!-- /name -->`."""
+
+
 def main() -> None:
-    """Rewrite the README's section."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    before, after = text.split(START)[0], text.split(END)[1]
-    readme.write_text(f"{before}{START}\n{figures()}\n{END}{after}", encoding="utf-8")
+    """Rewrite the README's sections."""
+    path = ROOT / "README.md"
+    readme = path.read_text(encoding="utf-8")
+    for name, section in SECTIONS.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, after = readme.split(start)[0], readme.split(end)[1]
+        readme = f"{before}{start}\n{section()}\n{end}{after}"
+    path.write_text(readme, encoding="utf-8")
 
 
 if __name__ == "__main__":

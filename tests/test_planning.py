@@ -30,6 +30,7 @@ def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny
     assert [layer["score"] is None for layer in planned["layers"]] == [rule == "uniform"] * len(planned["layers"])
     for key in ("device_bytes", "host_bytes", "seconds"):
         assert planned["estimate"][key] > 0
+    assert (planned["scoring_seconds"] is None) == (rule == "uniform") == ("scoring took" not in done.output)
 
     direct, by_plan = tmp_path / "direct", tmp_path / "by-plan"
     for out, options in ((direct, how), (by_plan, ["--plan", str(plan_file), *TEXT])):

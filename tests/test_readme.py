@@ -54,12 +54,14 @@ def test_every_command_in_the_readme_exists_and_none_is_missing():
 def test_the_figures_are_those_of_the_result_files():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from tables import figures  # pyright: ignore[reportMissingImports]
+        from tables import SECTIONS  # pyright: ignore[reportMissingImports]
     finally:
         sys.path.pop(0)
-    section = re.search(r"<!-- figures -->\n(.*?)\n?<!-- /figures -->", README, re.DOTALL)
-    assert section is not None
-    assert section[1] == figures()
+    assert set(SECTIONS) == {"headline", "figures"}
+    for name, section in SECTIONS.items():
+        told = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", README, re.DOTALL)
+        assert told is not None
+        assert told[1] == section()
 
 
 def test_links_and_make_targets_exist():

@@ -151,6 +151,8 @@ def plan(
         f"{cost['host_bytes'] / 2**30:.1f} GiB for hidden states and {cost['seconds'] / 60:.1f} min ({cost['basis']})",
         markup=False,
     )
+    if (scoring := planned["scoring_seconds"]) is not None:
+        say(f"scoring took {scoring / 60:.1f} min; compress --plan spares it, with what --json wrote here")
     for warning in planned["warnings"]:
         say(f"warning: {warning}", markup=False)
 

@@ -37,7 +37,7 @@ def compress(
         model: a dense model in memory (left as it is), or a hub name, folder or `.gguf` file.
         calibration: a known data set, a text file, `python-docs`, or `(samples, seq_len)` token ids.
         config: the settings; by default the paper's protocol with the best solvers.
-        tokenizer: needed when `model` is in memory and `calibration` is text; saved with the result.
+        tokenizer: needed when `model` is in memory and `calibration` is text; saved in `out`.
         out: folder to write the checkpoint and `report.json` to; None to write nothing.
         overwrite: whether an existing `out` is replaced.
         resume: whether to continue a run that was interrupted.

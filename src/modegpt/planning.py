@@ -36,12 +36,15 @@ def make_plan(
 
     Returns:
         `layers` (score, sparsity, ranks, parameters of each), `parameters`, `sparsity`, `kv_bytes_per_token`,
-        `estimate` (memory and time), `warnings`; `compress --plan` takes the same JSON back.
+        `estimate` (memory and time without scoring), `scoring_seconds`, `warnings`; `compress --plan` takes the same
+        JSON back.
     """
     text = calibration if config.allocation in NEEDS_TEXT else plain_text(config)
     run = prepare(model, text, config, tokenizer, progress)
+    start = time.perf_counter()
     with evaluation_mode(model):
         scores = run.scores()
+    scoring = None if scores is None else round(time.perf_counter() - start, 3)
     allocation = run.allocate(scores)
     source, sizes = run.source, run.sizes
     dense = sum(parameter.numel() for parameter in source.blocks.model.parameters())
@@ -61,6 +64,7 @@ def make_plan(
         **budget(sizes, allocation.ranks, dense, config.asked),
         "kv_bytes_per_token": _cache_bytes(source, allocation, run.out_dtype),
         "estimate": estimate(source, sizes, config, run.device),
+        "scoring_seconds": scoring,
         "warnings": source.notes + allocation.warnings,
         **protocol(),
     }
