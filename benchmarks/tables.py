@@ -21,7 +21,7 @@ def headline() -> str:
         ("best", "uniform"): "modegpt",
         ("paper", "influence"): "the MoDeGPT paper, `--solver paper --allocation influence`",
         ("paper", "uniform"): "its solvers with uniform ranks, `--solver paper`",
-        ("paper", "error"): "its solvers with ours, `--solver paper --allocation error`",
+        ("paper", "error"): "its solvers with ranks by `error`, `--solver paper --allocation error`",
         ("drop layers", None): "whole layers dropped by Block Influence",
     }
     whole = [row for row in data["rows"] if row.get("modules", "all") == "all"]
