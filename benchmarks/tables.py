@@ -24,9 +24,11 @@ def headline() -> str:
         ("paper", "error"): "its solvers with ranks by `error`, `--solver paper --allocation error`",
         ("drop layers", None): "whole layers dropped by Block Influence",
     }
-    whole = [row for row in data["rows"] if row.get("modules", "all") == "all"]
-    cell = {(row["method"], row.get("allocation"), row["sparsity"]): row["perplexity"] for row in whole}
-    rows = [[name, *(f"{cell[(*method, share)]:.1f}" for share in shares)] for method, name in methods.items()]
+    whole = _of_all_modules(data)
+    rows = [
+        [name, *(f"{whole[(*method, share)]['perplexity']:.1f}" for share in shares)]
+        for method, name in methods.items()
+    ]
     dense = data["rows"][0]["perplexity"]
     return (
         f"WikiText-2 perplexity of SmolLM2-135M-Instruct, {dense:.1f} as it is, after a share of its blocks' "
@@ -100,15 +102,21 @@ def other_text() -> str:
     return f"**The same, calibrated on another text.** {_solver_table(data)}"
 
 
+def _of_all_modules(data: dict[str, Any]) -> dict[tuple[str, str | None, float], dict[str, Any]]:
+    """Return rows in which all modules were compressed, or layers dropped, by method, rule and sparsity."""
+    whole = [row for row in data["rows"] if row.get("modules", "all") == "all"]
+    return {(row["method"], row.get("allocation"), row["sparsity"]): row for row in whole}
+
+
 def _solver_costs(data: dict[str, Any]) -> str:
-    whole = [row for row in data["rows"] if row.get("modules") == "all"]
-    seconds = {
-        (row["method"], row["sparsity"]): row["seconds"]["total"] for row in whole if row["allocation"] == "uniform"
-    }
-    best = {sparsity: value for (method, sparsity), value in seconds.items() if method == "best"}
-    ratios = [value / seconds["paper", sparsity] for sparsity, value in best.items()]
-    compressing = median(best.values())
-    scoring = next(row["scoring_seconds"] for row in whole if (row["method"], row["allocation"]) == ("best", "error"))
+    whole = _of_all_modules(data)
+    shares = [share for method, rule, share in whole if (method, rule) == ("best", "uniform")]
+    best, paper = (
+        [whole[solver, "uniform", share]["seconds"]["total"] for share in shares] for solver in ("best", "paper")
+    )
+    ratios = [ours / theirs for ours, theirs in zip(best, paper, strict=True)]
+    compressing = median(best)
+    scoring = whole["best", "error", shares[0]]["scoring_seconds"]
     machine = data["machine"]
     return (
         f"Under `uniform` compressing took {median(ratios):.1f} times as long with `best` as with `paper` "

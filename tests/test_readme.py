@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from modegpt.architectures import ARCHITECTURES
 from modegpt.cli import app
+from modegpt.demo import INSTALL
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -70,6 +71,10 @@ def test_links_and_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_a_missing_demo_model_names_the_version_that_make_installs():
+    assert f"--no-deps {INSTALL.split()[-1]}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def test_ci_runs_the_test_command_of_the_readme():
