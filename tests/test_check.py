@@ -14,6 +14,7 @@ from transformers import (
     MinistralConfig,
     NemotronConfig,
     PreTrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SmolLM3Config,
 )
@@ -100,8 +101,23 @@ def test_normalised_queries_and_keys_stay_whole_and_it_says_why(tmp_path: Path):
     assert json.loads(result.stdout)["ran_on"] is None
     lines = told(result)
     assert not CHECKS.keys() & lines.keys()
-    assert "stays whole: queries and keys are normalised" in lines["query-key ranks"]["meaning"]
+    assert "stays whole: its queries and keys are normalised" in lines["query-key ranks"]["meaning"]
     assert "1 to 16 coordinates" in lines["value-output ranks"]["meaning"]
+
+
+def test_an_attention_of_another_kind_stays_whole_and_it_says_which(tmp_path: Path):
+    """Of Qwen 3.5 the MLPs alone are cut, and the cache is that of its layers with attention."""
+    config = Qwen3_5TextConfig(num_hidden_layers=8, num_key_value_heads=4, head_dim=256)
+    result = check(folder_of(config, tmp_path), "--json", "-")
+    assert result.exit_code == 0, result.output
+    lines = told(result)
+    assert "linear_attn in 6 layers, self_attn in 2 layers" in lines["what mixes tokens"]["meaning"]
+    assert "heads" not in lines
+    for topic in ("query-key ranks", "value-output ranks"):
+        assert lines[topic]["meaning"] == "stays whole: this family's attention is left as it is"
+    cached = 2 * 2 * 4 * 256 * 2  # keys and values of two layers, four heads of 256, two bytes each
+    assert lines["KV cache"]["meaning"].startswith(f"{cached:,} bytes a token in 16 bits, {cached:,} at sparsity")
+    assert {lines[name]["result"] for name in CHECKS} == {"passed"}
 
 
 @pytest.mark.parametrize(

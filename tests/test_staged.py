@@ -36,7 +36,8 @@ CPU = torch.device("cpu")
 BY_NAME = {family.name: family for family in FAMILIES}
 WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole]
 ADDING = [family for family in WITH_MLP if family.architecture.adds_mlp]
-SEQUENTIAL = [family for family in WITH_MLP if not family.architecture.parallel]
+WITH_BOTH = [family for family in WITH_MLP if not family.architecture.whole_attention]
+SEQUENTIAL = [family for family in WITH_BOTH if not family.architecture.parallel]
 LOGITS = [family for family in FAMILIES if "qk" not in family.whole and family.dims.rotary_dim]
 
 
@@ -102,7 +103,7 @@ def shifted(calibration):
     return other
 
 
-@by_name(WITH_MLP)
+@by_name(WITH_BOTH)
 def test_what_is_at_rest_leaves_the_attention_and_itself_as_they_were(family: Family):
     source, calibration = opened(family)
     block = source.blocks.peek(0, CPU)
@@ -180,7 +181,8 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
     config = CompressionConfig(solver="best", dtype=dtype, max_host_memory=limit)
     dense = shifted(calibration) if beside else None
     block, middle, hand_on, _outcome = halfway(source, calibration, family.ranks()[0], config, dense)
-    assert (middle is not None) == (adds and not parallel)
+    # Where attention stays whole, nothing is taken twice of a block that runs alone.
+    assert (middle is not None) == (adds and not parallel and (beside or not source.architecture.whole_attention))
     assert middle is None or (middle.activations is not None) == (beside and room > 0 and limit is None)
     rounded_tensors(block, getattr(torch, dtype))
     whole = list(run_block(block, 0, calibration, CPU))
@@ -226,11 +228,12 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
     moment = (some * z).T @ z
     # What they tell of each other is theirs, how much each is used is that of all tokens.
     everything, weight = batches.every(1)
-    scale = ((weight * everything.square()).sum(0) / moment.diagonal()).sqrt()
+    counted, energy = moment.diagonal().clone(), (weight * everything.square()).sum(0)
+    scale = torch.where(counted > 0, energy / counted, 0).sqrt()  # one that is zero on those tokens is told by no other
     if dense_weights.down.bias is not None:
         mean = (some * z).sum(0) / some.sum()
         moment = moment - some.sum() * torch.outer(mean, mean)
-    moment = scale[:, None] * moment * scale
+    moment = scale[:, None] * moment * scale + torch.where(counted > 0, 0, energy).diag()
     scores, gates = saliencies(moment, down, SALIENCY_RIDGE), None
     if len(narrow.ups) == 2:
         z, some = batches.every(every * GATES_EVERY)

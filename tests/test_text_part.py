@@ -30,6 +30,17 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
+MORE: dict[str, dict[str, Any]] = {
+    "Gemma4": {"hidden_size_per_layer_input": 0},
+    "Qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+"""What the language models of some need beside."""
 VISION: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -49,6 +60,8 @@ CASES = [
     ("InternVL", "Qwen3Config", None),
     ("SmolVLM", "LlamaConfig", None),
     ("Idefics3", "LlamaConfig", None),
+    ("Gemma4", "Gemma4TextConfig", None),
+    ("Qwen3_5", "Qwen3_5TextConfig", None),
 ]
 """The outer family, the config of its language model, and that of its tower where it takes a config of any kind."""
 TOKENS = torch.randint(384, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -58,10 +71,16 @@ SETTINGS = modegpt.CompressionConfig(sparsity=0.3, samples=8, seq_len=32)
 def multimodal(outer: str, text: str, vision: str | None, **changes: Any) -> Any:
     tower = VISION if vision is None else getattr(transformers, vision)(**VISION)
     config = getattr(transformers, outer + "Config")(
-        text_config=getattr(transformers, text)(**SIZES), vision_config=tower, **changes
+        text_config=getattr(transformers, text)(**SIZES, **MORE.get(outer, {})),
+        vision_config=tower,
+        **changes,
     )
     torch.manual_seed(0)
-    return getattr(transformers, outer + "ForConditionalGeneration")(config).eval()
+    model = getattr(transformers, outer + "ForConditionalGeneration")(config).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):  # which Gemma 4 multiplies the output of each block by
+            buffer.uniform_(0.5, 1.5)
+    return model
 
 
 @torch.no_grad()
@@ -162,6 +181,20 @@ def test_files_that_name_the_weights_otherwise_give_the_same(
     assert not [line for line in result.modegpt_report["warnings"] if "loaded whole" in line]
     text = sum(weight.numel() * 4 for weight in open_model(str(tmp_path)).parameters())
     assert file_bytes(str(tmp_path)) == text  # neither the tower nor headers
+
+
+def test_what_predicts_later_tokens_is_left_out(tmp_path: Path):
+    """Qwen 3.5's files hold a block more, for guessing ahead, which transformers does not load either."""
+    whole = multimodal(*CASES[-1])
+    whole.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    more = {"mtp.layers.0.mlp.gate_proj.weight": torch.ones(64, 32), "mtp.norm.weight": torch.ones(32)}
+    save_file({**tensors, **more}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    opened = open_model(str(tmp_path))
+    assert torch.equal(logits(opened), logits(whole))
+    streamed: Any = modegpt.compress(str(tmp_path), TOKENS, SETTINGS)
+    assert torch.equal(logits(streamed), logits(modegpt.compress(opened, TOKENS, SETTINGS)))
+    assert file_bytes(str(tmp_path)) == sum(weight.numel() * 4 for weight in opened.parameters())
 
 
 def test_loading_prints_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

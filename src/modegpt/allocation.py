@@ -271,24 +271,26 @@ def _scaled(units: Sequence[Unit], width: float) -> list[float]:
     return [width * (unit.score - least) / spread if spread else 0.0 for unit in units]
 
 
-REASONS = {
-    "mlp": "it is a mixture of experts",
-    "qk": "its queries and keys are normalised, which reads all their coordinates",
-}
-"""Why a family leaves a module whole."""
+def why_whole(module: str, size: LayerSizes) -> str:
+    """Say why a layer leaves a module whole."""
+    if module == "mlp":
+        return "it is a mixture of experts"
+    if "vo" in size.whole:
+        return "this family's attention is left as it is"
+    return "its queries and keys are normalised, which reads all their coordinates"
 
 
 def _left_whole(sizes: Sequence[LayerSizes], modules: Sequence[str], consequence: str) -> list[str]:
     """Say which modules stay whole, and what that means."""
     warnings = []
     for module in MODULES:
-        forced = [str(index) for index, size in enumerate(sizes) if module in size.whole]
+        forced = [index for index, size in enumerate(sizes) if module in size.whole]
         if module not in modules:
             warnings.append(f"{module} stays whole, as it is not among the modules to compress: {consequence}")
         elif forced:
-            where = "every layer" if len(forced) == len(sizes) else f"layers {', '.join(forced)}"
-            reason = f" ({REASONS[module]})" if module in REASONS else ""
-            warnings.append(f"{module} stays whole in {where}, as the model needs it so{reason}: {consequence}")
+            where = "every layer" if len(forced) == len(sizes) else f"layers {', '.join(map(str, forced))}"
+            reason = why_whole(module, sizes[forced[0]])
+            warnings.append(f"{module} stays whole in {where}, as the model needs it so ({reason}): {consequence}")
     return warnings
 
 

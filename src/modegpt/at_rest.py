@@ -29,17 +29,20 @@ def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[None]:
-    """While the context is open, the block's attention gives zeros: for passes that go on from the middle.
+    """While the context is open, all that mixes tokens in a block gives zeros: for passes that go on from the middle.
 
     Given the residual stream behind its attention, a block that puts out a sum (`Architecture.adds_mlp`, not
     `parallel`) then gives what the whole block gives: norms and factors make zeros of zeros.
     """
 
-    def forward(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:
+    def zeros(*inputs: Tensor, **named: Any) -> Tensor:
         x = inputs[0] if inputs else named["hidden_states"]
-        return x.new_zeros(()).expand_as(x), None
+        return x.new_zeros(()).expand_as(x)
 
-    with _forwards({block.get_submodule(architecture.attention): forward}):
+    def pair(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:
+        return zeros(*inputs, **named), None
+
+    with _forwards({module: pair if as_pair else zeros for module, as_pair in architecture.mixing(block)}):
         yield
 
 

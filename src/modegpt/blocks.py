@@ -1,6 +1,7 @@
 """Hands out decoder blocks one at a time, from a model in memory, and runs them over the calibration text."""
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -240,7 +241,12 @@ def advance(
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    """Move every tensor of a nest of dicts, tuples and lists to a device."""
+    """Move every tensor of a nest of dicts, tuples and lists to a device.
+
+    What blocks would write into for each other (Gemma 4's keys and values) is given to each empty.
+    """
+    if isinstance(value, UserDict):
+        return type(value)()
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):

@@ -1,16 +1,17 @@
 """What modegpt can do with a model: told from its config, then proved on a model."""
 
+import copy
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache, GenerationConfig, PreTrainedConfig
 
@@ -171,6 +172,12 @@ def _zeroed(subject: Subject) -> tuple[str, str]:
     )
 
 
+def _silence(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
+
+
 @torch.no_grad()
 def _order(subject: Subject) -> tuple[str, str]:
     """Silence attention, then the MLP, of one block, and see which of its places hear the difference."""
@@ -180,21 +187,25 @@ def _order(subject: Subject) -> tuple[str, str]:
     if not architecture.parallel:
         places[f"`middle` ({architecture.middle})"] = architecture.middle_module(block)
 
-    def heard(silent: Any = None) -> dict[str, Tensor]:
+    def heard(silent: Sequence[nn.Module] = ()) -> dict[str, Tensor]:
         inputs: dict[str, Tensor] = {}
 
         def note(name: str) -> Any:
             return lambda module, arguments: inputs.update({name: arguments[0].clone()})
 
         hooks = [module.register_forward_pre_hook(note(name)) for name, module in places.items()]
-        if silent is not None:
-            hooks.append(silent.register_forward_hook(lambda module, arguments, output: torch.zeros_like(output)))
-        _run_hooked(subject, hooks)
+        _run_hooked(subject, hooks + [module.register_forward_hook(_silence) for module in silent])
         return inputs
 
-    plain, silenced = heard(), {"attention": heard(architecture.projection(block, "output"))}
+    if architecture.whole_attention:
+        attention = [module for module, _as_pair in architecture.mixing(block)]
+    else:
+        attention = [architecture.projection(block, "output")]
+    plain, silenced = heard(), {"attention": heard(attention)}
     if architecture.down:
-        silenced["the MLP"] = heard(architecture.projection(block, "down"))
+        silenced["the MLP"] = heard([architecture.projection(block, "down")])
+    if architecture.whole_attention and not _all_mixing_is_named(subject):
+        return "failed", f"`middle` ({architecture.middle}) depends on more than what is named: see mixers, middle"
     for source, inputs in silenced.items():
         for name, place in inputs.items():
             expected = source == "attention" and not architecture.parallel
@@ -209,6 +220,18 @@ def _order(subject: Subject) -> tuple[str, str]:
     )
 
 
+def _all_mixing_is_named(subject: Subject) -> bool:
+    """Whether the residual stream comes to the middle of every block as it is, when all that mixes tokens is silent."""
+    seen: list[Tensor] = []
+    hooks: list[RemovableHandle] = []
+    for block in decoder_layers(subject.dense, subject.architecture.describe()):
+        hooks += [module.register_forward_hook(_silence) for module, _as_pair in subject.architecture.mixing(block)]
+        for place in (block, subject.architecture.middle_module(block)):
+            hooks.append(place.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].clone())))
+    _run_hooked(subject, hooks)
+    return all(torch.equal(before, middle) for before, middle in zip(seen[::2], seen[1::2], strict=True))
+
+
 @torch.no_grad()
 def _sum(subject: Subject) -> tuple[str, str]:
     """Change what the MLP of one block gives, and see whether the block's output changes by what it should."""
@@ -216,7 +239,7 @@ def _sum(subject: Subject) -> tuple[str, str]:
     if not architecture.down:
         return "skipped", "the MLP stays whole"
     if not architecture.adds_mlp:
-        return "skipped", "the block norms its sum, so the MLP is compressed without the dense model beside"
+        return "skipped", "the block norms or scales its sum, so the MLP is compressed without the dense model beside"
     block = decoder_layers(subject.dense, architecture.describe())[0]
     down = architecture.projection(block, "down")
 
@@ -256,12 +279,13 @@ def _parameters(subject: Subject) -> tuple[str, str]:
 
 def _fresh_process(subject: Subject) -> tuple[str, str]:
     """Load the saved folder where modegpt cannot be imported, and compare the bits."""
+    model = subject.compressed.cpu()
+    if model.dtype != subject.original.dtype:  # in float64, some constants would be those of float32
+        model = copy.deepcopy(model).to(subject.original.dtype)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        subject.compressed.save_pretrained(folder / "model")
-        torch.save(
-            {"ids": subject.ids, "logits": _logits(subject.compressed.cpu(), subject.ids)}, folder / "expected.pt"
-        )
+        model.save_pretrained(folder / "model")
+        torch.save({"ids": subject.ids, "logits": _logits(model, subject.ids)}, folder / "expected.pt")
         found = describe(folder / "model")["parameters"]
         environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"}
         threads = str(torch.get_num_threads())
@@ -301,7 +325,8 @@ def _cached(subject: Subject) -> tuple[str, str]:
     model, ids = subject.compressed, subject.ids.to(subject.compressed.device)
     expected, cache = _logits(model, ids), DynamicCache(config=model.config)
     pieces = [model(piece, **{CACHE: cache}).logits.cpu() for piece in ids.split([9, 1, 4, 1, LENGTH - 15], dim=1)]
-    difference, allowed = _distance(torch.cat(pieces, dim=1), expected), subject.allowed(expected)
+    single = subject.architecture.upcast_mixers  # which compute prompts otherwise than single tokens
+    difference, allowed = _distance(torch.cat(pieces, dim=1), expected), subject.allowed(expected, single)
     if not difference <= allowed:
         return _verdict(difference, allowed, "", "read piece by piece with a cache it computes something else")
     prompt = ids[:, :9]
@@ -315,7 +340,7 @@ def _cached(subject: Subject) -> tuple[str, str]:
     scores = _logits(model, output)[:, len(prompt[0]) - 1 : -1]
     chosen = scores.gather(-1, output[:, len(prompt[0]) :, None].cpu())[..., 0]
     short = (scores.max(-1).values - chosen).max().item()
-    if short <= subject.allowed(scores):
+    if short <= subject.allowed(scores, single):
         return "passed", "generating with a cache takes the tokens that a full forward pass finds likeliest"
     return "failed", f"generate takes a token whose logit is {short:.1e} below the likeliest of a full forward pass"
 

@@ -101,7 +101,9 @@ def compress_to_folder(
         return finished
     check_output(out, overwrite)
     with evaluation_mode(model):
-        return run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
+        report = run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
+    run.team.agree(None)  # so that no process looks for the folder before the main one has put it there
+    return report
 
 
 def prepare(

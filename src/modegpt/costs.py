@@ -7,7 +7,8 @@ For `n` prompt tokens and one that attends to `c` positions, with a window `w` w
 
 `linear` is the sum of outputs times inputs over the linear layers that a token passes, `head` that of the output
 embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query against
-one position. Norms, biases, activations, softmax and the rotation are not counted.
+one position. Norms, biases, activations, softmax, the rotation, convolutions, and the states of linear attention and
+Mamba are not counted.
 """
 
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def costs_of(model: PreTrainedModel) -> Costs:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         parameters_per_token=sum(read.values()) - sum(idle.values()),
         weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        kv_bytes_per_token=cache_bytes(cache) // PROBE_TOKENS,
+        kv_bytes_per_token=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // PROBE_TOKENS,
         linear_macs=sum(counted) // PROBE_TOKENS,
         head_macs=0 if head is None else head.weight.numel(),  # pyright: ignore[reportAttributeAccessIssue]
         attention=tuple(
@@ -111,8 +112,12 @@ def costs_of(model: PreTrainedModel) -> Costs:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Return the bytes of the key and value tensors that a transformers cache holds."""
+    """Return the bytes of all that a transformers cache holds: keys and values, and states of fixed size."""
     held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name, None)  # by number, or in older versions of transformers one tensor
+            held += states.values() if isinstance(states, dict) else [states]
     return sum(tensor.nbytes for tensor in held if tensor is not None)
 
 

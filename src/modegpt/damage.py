@@ -102,7 +102,7 @@ def measure_damages(
     damages = torch.zeros(source.dims.n_layers, len(MODULES), dtype=torch.float64)
     trials: dict[tuple[int, int], Calibration] = {}
     ranks = [trial_ranks(size, config) for size in sizes]
-    own = [_own_trials(index, ranks[index], team) for index in range(len(sizes))]
+    own = _own_trials(ranks, team)
     head = source.config.vocab_size * (source.dims.d_model + LOGIT_COST) / (EVERY * sizes[-1].total)
     steps = work([len(trials) for trials in own], seen.hidden.n_tokens / held.hidden.n_tokens, head)
     n_done, n_steps = 0, sum(steps)
@@ -138,10 +138,10 @@ def work(trials: Sequence[int], ratio: float, head: float) -> list[int]:
     return [own + carried for carried in itertools.accumulate(trials)] + [round(head * (1 + sum(trials)))]
 
 
-def _own_trials(index: int, modules: Iterable[str], team: Team) -> list[str]:
-    """Return those of a block's modules whose trials this process carries: every `team.size`-th of all blocks'."""
-    places = {module: index * len(MODULES) + MODULES.index(module) for module in modules}
-    return [module for module, place in places.items() if place % team.size == team.rank]
+def _own_trials(modules: Sequence[Iterable[str]], team: Team) -> list[list[str]]:
+    """Return, of the modules of every block, those whose trials this process carries: every `team.size`-th of all."""
+    places = itertools.count()
+    return [[module for module in each if next(places) % team.size == team.rank] for each in modules]
 
 
 def _narrow_blocks(

@@ -1,13 +1,14 @@
 """A stock dense model that computes what a compressed one does: what the conformance checks compare it with."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .architectures import Architecture, Dimensions
-from .architectures.access import Affine, BlockWeights, Layout
+from .architectures.access import NOTHING, Affine, BlockWeights, Layout
 from .modeling_modegpt import decoder_layers
 
 
@@ -44,7 +45,7 @@ def densify(architecture: Architecture, dims: Dimensions, compressed: Any, dense
         _copy_the_rest(architecture, target, source)
         own_dims = architecture.block_dims(target, dims)
         layout = Layout.dense(architecture, own_dims)
-        index = getattr(source.get_submodule(architecture.attention), "rope_index", None)
+        index = next((buffer for name, buffer in source.named_buffers() if name.endswith("rope_index")), None)
         if index is not None and architecture.interleaved_tables:
             index = index // 2
         narrow = layout.narrowed(layer).read(source)
@@ -54,6 +55,11 @@ def densify(architecture: Architecture, dims: Dimensions, compressed: Any, dense
 
 def _widened(narrow: BlockWeights, layer: dict[str, int], index: Tensor | None, dims: Dimensions) -> BlockWeights:
     """Return the dense weights that have the narrow ones at their places and zeros elsewhere."""
+    neurons = torch.arange(layer["mlp_width"])
+    ups = tuple(_spread_rows(up, neurons, dims.d_int) for up in narrow.ups)
+    down = None if narrow.down is None else _spread_columns(narrow.down, neurons, dims.d_int)
+    if narrow.query is NOTHING:
+        return replace(narrow, ups=ups, down=down)
     if index is None:
         index = torch.zeros(dims.n_kv_heads, 0, dtype=torch.int64)
     plain = (dims.rotary_dim + torch.arange(layer["qk_plain"])).expand(dims.n_kv_heads, -1)
@@ -65,14 +71,13 @@ def _widened(narrow: BlockWeights, layer: dict[str, int], index: Tensor | None, 
 
     values, contexts = (rows(leading.expand(n, -1)) for n in (dims.n_kv_heads, dims.n_heads))
     queries = rows(by_key_head.repeat_interleave(dims.n_heads // dims.n_kv_heads, dim=0))
-    neurons = torch.arange(layer["mlp_width"])
     return BlockWeights(
         query=_spread_rows(narrow.query, queries, dims.n_heads * dims.d_head),
         key=_spread_rows(narrow.key, rows(by_key_head), dims.n_kv_heads * dims.d_head),
         value=_spread_rows(narrow.value, values, dims.n_kv_heads * dims.d_head),
         output=_spread_columns(narrow.output, contexts, dims.n_heads * dims.d_head),
-        ups=tuple(_spread_rows(up, neurons, dims.d_int) for up in narrow.ups),
-        down=None if narrow.down is None else _spread_columns(narrow.down, neurons, dims.d_int),
+        ups=ups,
+        down=down,
         norms=narrow.norms,
     )
 

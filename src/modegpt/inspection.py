@@ -36,35 +36,38 @@ def describe(folder: str | Path) -> dict[str, Any]:
     path = Path(folder)
     config = _read_config(path)
     tensors = _headers(path)
-    architecture, dims = _dense_sizes(config)
-    parameters = {
-        f".{name}": prod(entry.shape)
+    architecture, dims = _dense_sizes(path, config)
+    shapes = {
+        f".{name}": entry.shape
         for name, entry in tensors.items()
         if entry.dtype in BYTES and not name.endswith(architecture.buffers)
     }
     element = _element_bytes(tensors)
-    full, layers = dims.full_ranks, []
+    full, layers, dense_cache = dims.full_ranks, [], 0
     for index, entry in enumerate(config["modegpt"]["layers"]):
         inside = f".{config['modegpt']['architecture']['layers']}.{index}."
-        own = {"." + name.split(inside, 1)[1]: size for name, size in parameters.items() if inside in name}
+        own = {name.split(inside, 1)[1]: shape for name, shape in shapes.items() if inside in name}
         ranks = {
             "mlp": entry["mlp_width"],
             "qk": 2 * entry["rope_pairs"] + entry["qk_plain"],
             "vo": entry["value_dim"],
         }
-        cost = architecture.rank_costs(dims, lambda path, own=own: f".{path}.bias" in own)
-        dense = sum(own.values()) + sum(cost[module] * (full[module] - ranks[module]) for module in full)
+        outputs = {name.removesuffix(".weight"): shape[0] for name, shape in own.items() if name.endswith(".weight")}
+        cost = architecture.rank_costs(dims, lambda path, own=own: f"{path}.bias" in own)
+        kept = sum(map(prod, own.values()))
+        dense = kept + sum(cost[module] * (full[module] - ranks[module]) for module in full)
+        dense_cache += architecture.cached(dims, full, outputs) * element
         layers.append(
             {
                 "ranks": ranks,
-                "parameters": sum(own.values()),
-                "sparsity": 1 - sum(own.values()) / dense,
-                "kv_bytes_per_token": dims.n_kv_heads * (ranks["qk"] + ranks["vo"]) * element,
+                "parameters": kept,
+                "sparsity": 1 - kept / dense,
+                "kv_bytes_per_token": architecture.cached(dims, ranks, outputs) * element,
                 "dense_parameters": dense,
             }
         )
     kept, dense = (sum(layer[key] for layer in layers) for key in ("parameters", "dense_parameters"))
-    total = sum(parameters.values())
+    total = sum(map(prod, shapes.values()))
     return {
         "folder": str(folder),
         "model_type": config["model_type"],
@@ -74,7 +77,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         "parameters": {"dense": total + dense - kept, "compressed": total},
         "sparsity": {"blocks": 1 - kept / dense, "total": (dense - kept) / (total + dense - kept)},
         "kv_bytes_per_token": {
-            "dense": len(layers) * 2 * dims.n_kv_heads * dims.d_head * element,
+            "dense": dense_cache,
             "compressed": sum(layer["kv_bytes_per_token"] for layer in layers),
         },
         "file_bytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
@@ -116,11 +119,10 @@ def _element_bytes(tensors: dict[str, Entry]) -> int:
     return max((BYTES[entry.dtype] for entry in tensors.values() if entry.dtype in BYTES), default=0)
 
 
-def _dense_sizes(config: dict[str, Any]) -> tuple[Architecture, Dimensions]:
+def _dense_sizes(path: Path, config: dict[str, Any]) -> tuple[Architecture, Dimensions]:
     """Return the family and the sizes of the dense model that a checkpoint came from."""
     architecture = ARCHITECTURES[config["model_type"].removeprefix(MODEL_TYPE_PREFIX)]
-    fields = {name: value for name, value in config.items() if name not in ("model_type", "auto_map")}
     opened: Any = compressed_class(f"{architecture.name}Config")
-    opened = opened.from_dict(fields)
+    opened = opened.from_pretrained(path)  # which reads what JSON has no word for, such as infinity
     architecture = architecture.resolve(opened)
     return architecture, Dimensions.of(architecture, opened)

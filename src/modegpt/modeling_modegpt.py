@@ -43,6 +43,7 @@ ATTENTION_DEFAULTS = {
     "query_norm": "",
     "key_norm": "",
     "norm_input": "heads",
+    "rotary_first": False,
     "upcast_rotary": False,
     "query_growth": "",
     "scaling": "scaling",
@@ -97,12 +98,15 @@ class CompressedAttention:
         query, key, value = self._project(hidden_states)
         if names["scale_query"]:
             query, scaling = query * scaling, 1.0
-        query, key = self._normalise(query, names["query_norm"]), self._normalise(key, names["key_norm"])
+        if not names["rotary_first"]:
+            query, key = self._normalise(query, "query_norm"), self._normalise(key, "key_norm")
         if self._rope_pairs:
             assert position_embeddings is not None
             cos, sin = self._tables(*position_embeddings)
             query = self._rotate(query.unflatten(-2, (self._n_kv_heads, -1)), cos, sin).flatten(-3, -2)
             key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
+        if names["rotary_first"]:
+            query, key = self._normalise(query, "query_norm"), self._normalise(key, "key_norm")
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if names["query_growth"]:
             query = query * query_growth(self.config, names["query_growth"], kwargs["position_ids"]).to(query.dtype)
@@ -157,8 +161,9 @@ class CompressedAttention:
         query = states["query"].reshape(*shape, self._n_heads, self._qk_dim)
         return query, states["key"].reshape(*shape, groups, -1), states["value"].reshape(*shape, groups, -1)
 
-    def _normalise(self, states: Tensor, name: str) -> Tensor:
+    def _normalise(self, states: Tensor, which: str) -> Tensor:
         """Apply the family's norm of queries or keys, if this layer has one; their dims are then the dense ones."""
+        name = self._names[which]
         norm = getattr(self, name, None) if name else None
         if norm is None:
             return states
@@ -360,12 +365,9 @@ class CompressedModel(_ModelBase):
         description = config.modegpt
         check_version(description)
         layers = decoder_layers(self, description["architecture"])
-        attentions = [block.get_submodule(description["architecture"]["attention"]) for block in layers]
-        for block, attention, layer in zip(layers, attentions, description["layers"], strict=True):
-            # The model under a classification head may come from `AutoModel`, and is then compressed already.
-            if not isinstance(attention, CompressedAttention):
-                shrink_block(block, description["architecture"], layer, config)
-        attentions = [attention for attention in attentions if hasattr(attention, "rope_index")]
+        for block, layer in zip(layers, description["layers"], strict=True):
+            shrink_block(block, description["architecture"], layer, config)
+        attentions = [module for module in layers.modules() if hasattr(module, "rope_index")]
         rotary: Any = getattr(self.base_model, "rotary_emb", None)
         if rotary is not None and attentions and not isinstance(rotary, CompressedRotary):
             rotary.__class__ = compressed_rotary_class(type(rotary))
@@ -382,6 +384,11 @@ class CompressedModel(_ModelBase):
             if not (target.exists() and target.samefile(__file__)):
                 shutil.copyfile(__file__, target)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """Return whether other code than transformers' own initialises what the files lack, such as some buffers."""
+        return cls._stock.is_custom_code()  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -417,16 +424,27 @@ def shrink_block(
 ) -> None:
     """Narrow the projections of one stock decoder block in place, keeping the leading rows and columns of its weights.
 
+    A block that is narrow already stays as it is.
+
     Args:
         block: the block, on any device.
         architecture: names and layout of the family, as stored under `modegpt.architecture`.
         layer: `rope_pairs`, `qk_plain`, `value_dim` and `mlp_width` of this layer.
         config: the model's config; only its head counts and dim are read.
     """
-    names = {**ATTENTION_DEFAULTS, **architecture}
+    if not architecture.get("whole_attention"):
+        names = {**ATTENTION_DEFAULTS, **architecture}
+        attention = block.get_submodule(names["attention"])
+        # The model under a classification head may come from `AutoModel`, and is then compressed already.
+        if not isinstance(attention, CompressedAttention):
+            shrink_attention(attention, names, layer, config)
+    shrink_mlp(block, architecture, layer["mlp_width"])
+
+
+def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int], config: PreTrainedConfig) -> None:
+    """Narrow the heads of a stock attention, in place; `names` is the architecture with all defaults."""
     n_heads, n_kv_heads = config.num_attention_heads, names["kv_heads"]
     n_kv_heads = (getattr(config, n_kv_heads, None) if isinstance(n_kv_heads, str) else n_kv_heads) or n_heads
-    attention: Any = block.get_submodule(names["attention"])
     qk_dim, value_dim = 2 * layer["rope_pairs"] + layer["qk_plain"], layer["value_dim"]
     # A fused projection appears under several names, and has the rows of all.
     rows: Counter[Any] = Counter()
@@ -436,7 +454,6 @@ def shrink_block(
     for module, size in rows.items():
         resize(module, rows=size)
     resize(attention.get_submodule(names["output"]), columns=n_heads * value_dim)
-    shrink_mlp(block, architecture, layer["mlp_width"])
 
     attention.__class__ = compressed_attention_class(type(attention))
     attention._names = {name: names[name] for name in (*ATTENTION_DEFAULTS, *ROLES, "scale_query")}
@@ -533,6 +550,8 @@ def compressed_class(stock_name: str) -> type:
         members |= plans | {"model_type": MODEL_TYPE_PREFIX + stock.model_type}
         return type(PREFIX + stock_name, (CompressedConfig, stock), members)
     members |= {"_stock": stock, "config_class": compressed_class(stock.config_class.__name__)}
+    if getattr(stock.config_class, "attn_logit_softcapping", None):
+        members["_supports_sdpa"] = False  # torch's kernel has no cap; until transformers 5.21 not every class said so
     # Without a plan for the rest, sharding the head alone would tear it from the embedding that it is tied to.
     members["_tp_plan"] = None
     if stock_name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():

@@ -12,7 +12,7 @@ from .compress import evaluation_mode, prepare
 from .config import CompressionConfig
 from .own_text import LENGTH
 from .plots import require_matplotlib
-from .preparation import Source, plain_text
+from .preparation import Source, cached_numbers, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
 from .run import Progress
@@ -85,7 +85,9 @@ def estimate(
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
     # The model writes the rest, and runs each token once for each that follows it in its continuation.
     n_written = (n_tokens - config.samples * config.seq_len) * (LENGTH - 1) / 2
-    n_passes = 2 + (solver_of("mlp", config).late and not source.architecture.adds_mlp)
+    architecture = source.architecture
+    twice = solver_of("mlp", config).late and not (architecture.adds_mlp or architecture.whole_attention)
+    n_passes = 2 + twice
     dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
@@ -146,10 +148,8 @@ def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
 
 
 def _cache_bytes(source: Source, allocation: Allocation, dtype: torch.dtype) -> dict[str, int]:
-    dims = source.dims
-    compressed = sum(ranks["qk"] + ranks["vo"] for ranks in allocation.ranks)
-    unit = dims.n_kv_heads * dtype.itemsize
-    return {"dense": 2 * dims.d_head * dims.n_layers * unit, "compressed": compressed * unit}
+    numbers = cached_numbers(source.blocks.layers, source.architecture, source.dims, allocation.ranks)
+    return {name: number * dtype.itemsize for name, number in numbers.items()}
 
 
 def _rate(dtype: torch.dtype, device: torch.device) -> float:

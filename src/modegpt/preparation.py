@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,8 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
     dims = architecture.block_dims(block, dims)
     cost = architecture.rank_costs(dims, lambda path: block.get_submodule(path).bias is not None)
     whole = {"qk"} if architecture.norms(block) else set()
+    if architecture.whole_attention:
+        whole |= {"qk", "vo"}
     if architecture.whole_mlp:
         whole.add("mlp")
         # It has no rank to cut, but its size decides the shares of the budget.
@@ -194,6 +197,25 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
         total=sum(parameter.numel() for parameter in block.parameters()),
         whole=frozenset(whole),
     )
+
+
+def cached_numbers(
+    blocks: Iterable[nn.Module], architecture: Architecture, dims: Dimensions, ranks: list[dict[str, int]]
+) -> dict[str, int]:
+    """Return how many numbers a token puts into the key-value cache, `dense` and `compressed`.
+
+    Args:
+        blocks: the dense ones, whose tensors may be on the meta device.
+        architecture: their family, resolved.
+        dims: their sizes.
+        ranks: of every layer of the compressed model.
+    """
+    numbers = {"dense": 0, "compressed": 0}
+    for block, own in zip(blocks, ranks, strict=True):
+        outputs = {path: getattr(module, "out_features", 0) for path, module in block.named_modules()}
+        for name, sizes in (("dense", dims.full_ranks), ("compressed", own)):
+            numbers[name] += architecture.cached(dims, sizes, outputs)
+    return numbers
 
 
 def _checksum(model: PreTrainedModel) -> str:

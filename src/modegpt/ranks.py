@@ -162,7 +162,8 @@ def round_to_budget(
 
 def allowed_error(budget: float, sizes: Sequence[LayerSizes]) -> float:
     """Return how many parameters the ranks may miss `budget` by: 0.1 % of it, or the largest rank step."""
-    return max(TOLERANCE * budget, max((size.cost[m] * size.step[m] for size in sizes for m in size.full), default=0))
+    steps = (size.cost[m] * size.step[m] for size in sizes for m in size.full if m not in size.whole)
+    return max(TOLERANCE * budget, max(steps, default=0))
 
 
 def _correct(slots: Sequence[Slot], wanted: Sequence[float], steps: list[int], error: float, allowed: float) -> None:

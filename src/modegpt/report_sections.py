@@ -71,7 +71,9 @@ def tiles(run: dict[str, Any], found: dict[str, Any], figures: dict[str, Any]) -
 def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what was compressed and how, and how it was measured."""
     text, config = run["calibration"], run["config"]
-    modules = [MODULES[module] for module in config["modules"]]
+    dense, layers = found["dense"], run["layers"]
+    cut = [module for module in config["modules"] if any(each["ranks"][module] < dense[module] for each in layers)]
+    modules = [MODULES[module] for module in cut or config["modules"]]
     lead = (
         f"{model_name(run)} (family {run['architecture']}, {len(run['layers'])} decoder blocks) was compressed "
         f"without training: pairs of weight matrices ({', '.join(modules)}) were decomposed together, block by "

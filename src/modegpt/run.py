@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from .allocation import Allocation, LayerSizes, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
-from .config import MODULES, CompressionConfig
-from .damage import hold_out, measure_damages
+from .config import CompressionConfig
+from .damage import hold_out, measure_damages, trial_ranks
 from .distributed import Team
 from .errors import InputError, NumericalError
 from .fisher import FisherProbe, stride
@@ -158,7 +158,7 @@ class Run:
             held = torch.cat((held, self._written(len(held), held.shape[1], self.config.seed + 1)))
         if coverage is not None:
             seen = torch.cat((seen, coverage))
-        n_streams = len(MODULES) * self.source.dims.n_layers + 2  # one for each trial, and these two
+        n_streams = sum(len(trial_ranks(size, self.config)) for size in self.sizes) + 2  # each trial's, and these two
         calibration, trial = self._weighted(seen, n_streams), self._embed(held, n_streams)
         tell = functools.partial(self._tell, "scores")
         with self.watch.stage("scores"):

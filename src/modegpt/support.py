@@ -1,15 +1,17 @@
 """What a model's config says about how it can be compressed, in plain words and without its weights."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig
 
-from .allocation import allocate
+from .allocation import allocate, why_whole
 from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture_of
 from .errors import InputError
 from .modeling_modegpt import decoder_layers
-from .preparation import layer_sizes
+from .preparation import cached_numbers, layer_sizes
 from .ranks import LayerSizes
 from .shards import skeleton
 
@@ -51,14 +53,25 @@ def facts(config: PreTrainedConfig, architecture: Architecture, sparsity: float)
     ranks = allocate("uniform", sizes, sparsity).ranks
     return {
         "family": f"{architecture.model_type} ({architecture.causal_class}): {architecture.notes}",
-        "heads": _heads(dims),
+        **_attention(config, architecture, dims, blocks, sizes),
         "projections": _projections(architecture, blocks[0]),
-        "positions": _positions(config, architecture, dims, sizes),
         "attention window": _window(config, dims),
         **{f"{NAMES[module]} ranks": _rank(module, sizes, architecture, ranks, sparsity) for module in NAMES},
         "removable": _removable(sizes, ranks, sparsity),
-        "KV cache": _cache(dims, ranks, sparsity),
+        "KV cache": _cache(cached_numbers(blocks, architecture, dims, ranks), sparsity),
     }
+
+
+def _attention(
+    config: Any, architecture: Architecture, dims: Dimensions, blocks: Iterable[nn.Module], sizes: list[LayerSizes]
+) -> dict[str, str]:
+    """Tell of heads and positions; of an attention that stays as it is, which layers have it, and what others have."""
+    if not architecture.whole_attention:
+        return {"heads": _heads(dims), "positions": _positions(config, architecture, dims, sizes)}
+    known = (architecture.attention, *architecture.mixers)
+    counts = Counter(" and ".join(path for path in known if getattr(block, path, None) is not None) for block in blocks)
+    found = ", ".join(f"{name} in {count} layers" for name, count in counts.items())
+    return {"what mixes tokens": f"stays as it is ({found}): the MLPs alone are cut"}
 
 
 def _heads(dims: Dimensions) -> str:
@@ -75,14 +88,13 @@ def _heads(dims: Dimensions) -> str:
 def _projections(architecture: Architecture, block: Any) -> str:
     heads = (architecture.query, architecture.key, architecture.value)
     told = []
-    if len(set(heads)) == 1:
+    cut = [] if architecture.whole_attention else ["query", "key", "value", "output"]
+    if cut and len(set(heads)) == 1:
         order = "alternating by key head" if architecture.by_group else "one after another"
         told.append(f"query, key and value are fused in {architecture.query} ({order}), which is cut in place")
     if len(architecture.up) > len(set(architecture.up)):
         told.append(f"gate and up are fused in {architecture.up[0]}, which is cut in place")
-    biased = [
-        role for role in ("query", "key", "value", "output") if architecture.projection(block, role).bias is not None
-    ]
+    biased = [role for role in cut if architecture.projection(block, role).bias is not None]
     if architecture.down and architecture.projection(block, "down").bias is not None:
         biased.append("MLP")
     told.append(f"biases: {', '.join(biased) or 'none'}")
@@ -114,11 +126,11 @@ def _window(config: Any, dims: Dimensions) -> str:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     counts = Counter(types) if types else Counter({"sliding_attention" if window else "full_attention": dims.n_layers})
-    if not window or not counts["sliding_attention"]:
-        return "every layer attends to all tokens before it"
-    return (
-        f"{counts['sliding_attention']} of {dims.n_layers} layers attend to the last {window:,} tokens; kept as it is"
-    )
+    full, sliding = counts["full_attention"], counts["sliding_attention"] if window else 0
+    if sliding:
+        return f"{sliding} of {dims.n_layers} layers attend to the last {window:,} tokens; kept as it is"
+    where = "every layer attends" if full in (0, dims.n_layers) else f"{full} of {dims.n_layers} layers attend"
+    return f"{where} to all tokens before it"
 
 
 def _rank(
@@ -139,7 +151,7 @@ def _rank(
         )
     if module == "mlp":
         return f"stays whole: its experts ({architecture.whole_mlp}) have no common rank"
-    return "stays whole: queries and keys are normalised, and the norm reads all coordinates"
+    return f"stays whole: {why_whole(module, sizes[0])}"
 
 
 def _removable(sizes: list[LayerSizes], ranks: list[dict[str, int]], sparsity: float) -> str:
@@ -152,7 +164,6 @@ def _removable(sizes: list[LayerSizes], ranks: list[dict[str, int]], sparsity: f
     )
 
 
-def _cache(dims: Dimensions, ranks: list[dict[str, int]], sparsity: float) -> str:
-    unit = dims.n_kv_heads * CACHE_BYTES
-    dense, left = 2 * dims.d_head * dims.n_layers * unit, sum(rank["qk"] + rank["vo"] for rank in ranks) * unit
+def _cache(numbers: dict[str, int], sparsity: float) -> str:
+    dense, left = (CACHE_BYTES * numbers[name] for name in ("dense", "compressed"))
     return f"{dense:,} bytes a token in 16 bits, {left:,} at sparsity {sparsity:g}"

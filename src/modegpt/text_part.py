@@ -7,8 +7,19 @@ from typing import Any
 
 from .errors import InputError
 
-MULTIMODAL = ("gemma3", "mistral3", "llava", "llava_next", "llava_onevision", "internvl", "smolvlm", "idefics3")
-LANGUAGE_MODELS = ("gemma3_text", "llama", "ministral3", "mistral", "qwen2", "qwen3")
+MULTIMODAL = (
+    "gemma3",
+    "gemma4",
+    "mistral3",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "internvl",
+    "smolvlm",
+    "idefics3",
+    "qwen3_5",
+)
+LANGUAGE_MODELS = ("gemma3_text", "gemma4_text", "llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 """Model types that are opened, and of the language models in them: on text alone a model of the one type gives the very
 logits of the other's causal language model. It would not with Cohere's or Granite's in it, whose scale of the logits
 multimodal models leave out."""

@@ -45,7 +45,16 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "head_dim": d_head,
         "word_embed_proj_dim": 32,
         architecture.width: D_INT,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": n_heads,
+        "linear_key_head_dim": d_head // 2,
+        "linear_value_head_dim": d_head,
+        "mamba_n_heads": n_heads,
+        "mamba_d_state": d_head,
     }
+    if hasattr(config, "mamba_d_head"):
+        sizes["mamba_d_ssm"] = config.mamba_expand * sizes["hidden_size"]
+        sizes["mamba_d_head"] = sizes["mamba_d_ssm"] // n_heads
     if getattr(config, "word_embed_proj_dim", None) == dims.d_model:
         sizes["word_embed_proj_dim"] = sizes["hidden_size"]
     if isinstance(architecture.kv_heads, str):
@@ -54,9 +63,9 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
     small.num_hidden_layers = max(MIN_LAYERS, *map(len, kinds.values()))
     for name, known in kinds.items():
         if known:
-            setattr(small, name, known + known[:1] * (small.num_hidden_layers - len(known)))
+            _set(small, name, known + known[:1] * (small.num_hidden_layers - len(known)))
     for name, value in sizes.items():
-        if getattr(config, name, None) is not None:
+        if _known(config, name):  # none is a switch, too: of experts, say
             _set(small, name, value)
     # No end token, so that every generation has the length that was asked for.
     for name, token in {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "unk_token_id": 2}.items():
@@ -64,7 +73,18 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
             setattr(small, name, token)
     small.rope_parameters = _scaled(getattr(config, "rope_parameters", None), d_head)
     small.dtype, small._name_or_path = torch.float32, ""
-    return type(config).from_dict(small.to_dict())
+    fields = small.to_dict()
+    if fields.pop("per_layer_config", None):  # of Gemma 4, by the numbers of the layers; it follows from these
+        fields |= {"head_dim": d_head, "num_key_value_heads": 2, "global_head_dim": 2 * d_head}
+        fields["num_global_key_value_heads"] = 1
+    return type(config).from_dict(fields)
+
+
+def _known(config: Any, name: str) -> Any:
+    """Return a field of a config; None where it lacks it, or where layers differ in it (Gemma 4)."""
+    with contextlib.suppress(AttributeError, RuntimeError):
+        return getattr(config, name)
+    return None
 
 
 def _set(config: Any, name: str, value: Any) -> None:
@@ -89,7 +109,10 @@ def _scaled(rope: Any, d_head: int) -> Any:
 
 
 def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
-    """Return a float32 model whose every parameter is random: biases and norms too, which start at 0 and 1."""
+    """Return a float32 model whose every parameter is random: biases and norms too, which start at 0 and 1.
+
+    So is what Gemma 4 multiplies each block's output by.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -98,4 +121,7 @@ def random_model(config: PreTrainedConfig, seed: int = 0) -> Any:
             # Strong embeddings and weak biases: the next token must depend on the tokens before it.
             std = 0.1 if name.endswith("bias") else 1.0 if "embed" in name else 0.3
             parameter.normal_(mean=1.0 if gain else 0.0, std=std)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.normal_(mean=1.0, std=0.3)
     return model.eval()

@@ -11,17 +11,26 @@ from transformers import (
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
+    CwmConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    HeliumConfig,
+    HunYuanDenseV1Config,
+    HyperCLOVAXConfig,
+    Jais2Config,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
@@ -36,11 +45,13 @@ from transformers import (
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
+    VaultGemmaConfig,
 )
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
@@ -71,7 +82,33 @@ NO_WIDTH = {name: value for name, value in SIZES.items() if name != "intermediat
 OPT_SIZES = {**NO_WIDTH, "ffn_dim": 40}
 WHOLE_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 HALF_ROTARY = {**WHOLE_ROTARY, "partial_rotary_factor": 0.5}
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+
+STATES = 1e-4
+"""Linear attention and Mamba compute in float32, chunk by chunk or token by token: 1e-5 of logits between 3 and 10,
+which a state that was lost would change by their own size."""
+MULTIPLIERS: dict[str, Any] = {
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 2.0,
+}
+GRANITE_4: dict[str, Any] = {
+    **SIZES,
+    **GROUPED,
+    **MULTIPLIERS,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 0,
+    "mamba_n_heads": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -86,6 +123,15 @@ class Family:
     """Whether the full-rank model does the stock operations in the stock order."""
     exact: float = 1e-11
     """Allowed difference of logits in float64: a few hundred operations, each rounding at 1e-16 of logits near 10."""
+
+    stepwise: float = 1e-11
+    """Allowed difference, in float64 as well, of logits read at once and piece by piece."""
+
+    @property
+    def n_attentions(self) -> int:
+        """Layers with attention."""
+        kinds = getattr(self.config(), "layer_types", None) or ["full_attention"] * self.dims.n_layers
+        return sum(kind in ("full_attention", "sliding_attention", "hybrid") for kind in kinds)
 
     @property
     def architecture(self) -> Architecture:
@@ -186,11 +232,8 @@ FAMILIES = [
         lambda: GraniteConfig(
             **SIZES,
             **GROUPED,
+            **MULTIPLIERS,
             attention_bias=True,
-            embedding_multiplier=2.0,
-            residual_multiplier=0.5,
-            attention_multiplier=0.25,
-            logits_scaling=2.0,
         ),
     ),
     Family("phi", lambda: PhiConfig(**SIZES, rope_parameters=HALF_ROTARY)),
@@ -316,6 +359,116 @@ FAMILIES = [
         "exaone4-rotary",
         lambda: Exaone4Config(**SIZES, **GROUPED, sliding_window=None, layer_types=["full_attention"] * 3),
         whole=("qk",),
+    ),
+    Family("hunyuan_v1_dense", lambda: HunYuanDenseV1Config(**SIZES, **GROUPED, head_dim=16), whole=("qk",)),
+    Family(
+        "hyperclovax",
+        lambda: HyperCLOVAXConfig(**SIZES, **GROUPED, **MULTIPLIERS, attention_bias=True),
+    ),
+    Family(
+        "hyperclovax-plain",
+        lambda: HyperCLOVAXConfig(**SIZES, **GROUPED, **MULTIPLIERS, use_post_norm=False),
+    ),
+    Family("helium", lambda: HeliumConfig(**SIZES, **GROUPED, head_dim=8), same_bits=False),
+    Family("jais2", lambda: Jais2Config(**SIZES, **GROUPED)),
+    Family("cwm", lambda: CwmConfig(**SIZES, **GROUPED, **MIXED_WINDOWS, head_dim=16, rope_parameters=LLAMA_3)),
+    Family(
+        "vaultgemma",
+        lambda: VaultGemmaConfig(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            query_pre_attn_scalar=24,
+            sliding_window=WINDOW,
+            attn_logit_softcapping=5.0,
+            final_logit_softcapping=20.0,
+        ),
+    ),
+    # From here to LFM2 what mixes tokens stays whole, and MLPs alone are cut.
+    Family(
+        "gemma4_text",
+        # In the last layer, which has no window, heads are wider and keys are values, too.
+        lambda: Gemma4TextConfig(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            global_head_dim=24,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            hidden_size_per_layer_input=0,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            tie_word_embeddings=False,
+        ),
+        whole=("qk", "vo"),
+    ),
+    Family(
+        "falcon_h1",
+        # Attention and Mamba in every layer.
+        lambda: FalconH1Config(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            mamba_d_ssm=64,
+            mamba_n_heads=4,
+            mamba_d_head=16,
+            mamba_d_state=16,
+            mlp_bias=True,
+            mlp_multipliers=[0.5, 0.25],
+            ssm_multipliers=[0.5, 0.6, 0.7, 0.8, 0.9],
+            ssm_out_multiplier=0.5,
+            attention_out_multiplier=0.7,
+        ),
+        whole=("qk", "vo"),
+        stepwise=STATES,
+    ),
+    # From here on some layers mix tokens by something else than attention.
+    Family(
+        "qwen3_5_text",
+        lambda: Qwen3_5TextConfig(
+            **SIZES,
+            **GROUPED,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=16,
+        ),
+        whole=("qk", "vo"),
+        stepwise=STATES,
+    ),
+    Family(
+        "granitemoehybrid",
+        lambda: GraniteMoeHybridConfig(
+            **GRANITE_4,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            mamba_d_state=16,
+        ),
+        whole=("qk", "vo"),
+        stepwise=STATES,
+    ),
+    Family(
+        "granitemoehybrid-plain",
+        lambda: GraniteMoeHybridConfig(
+            **GRANITE_4, layer_types=["full_attention"] * 3, position_embedding_type="rope", attention_bias=True
+        ),
+    ),
+    Family(
+        "granitemoehybrid-nope",
+        lambda: GraniteMoeHybridConfig(**GRANITE_4, layer_types=["full_attention"] * 3),
+    ),
+    Family(
+        "lfm2",
+        # Its MLPs are as wide as a multiple of 8 at two thirds of 58.
+        lambda: Lfm2Config(
+            **{**SIZES, "intermediate_size": 58},
+            **GROUPED,
+            layer_types=["conv", "full_attention", "conv"],
+            block_multiple_of=8,
+            tie_word_embeddings=False,
+        ),
+        whole=("qk", "vo"),
     ),
     Family("starcoder2", lambda: Starcoder2Config(**SIZES, **GROUPED, sliding_window=WINDOW)),
 ]

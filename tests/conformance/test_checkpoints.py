@@ -1,6 +1,7 @@
 """What is saved opens anywhere: in a fresh process, with and without modegpt, moved, sharded, in another dtype."""
 
 import json
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -42,6 +43,9 @@ def test_a_fresh_process_computes_the_same_bits(reopened, pair: Pair):
 
 def test_loading_prints_nothing(reopened):
     *_, printed = reopened
+    # As transformers says of any model with such layers.
+    slow = r"\[transformers\] `\w+` is falling back to its reference PyTorch implementation .*\n"
+    printed = re.sub(slow, "", printed)
     # The stock activation of Apertus says so of any of its models, dense ones too.
     stock = (
         "[transformers] CUDA-fused xIELU not available (No module named 'xielu') \N{EN DASH} falling back to a Python "
@@ -104,7 +108,7 @@ def test_bfloat16_keeps_the_rotary_numbers_whole(pair: Pair, folders: dict[str, 
     expected = {name: buffer for name, buffer in pair.compressed.named_buffers() if name.endswith("rope_index")}
     found = {name: buffer for name, buffer in loaded.named_buffers() if name.endswith("rope_index")}
     assert found.keys() == expected.keys()
-    assert bool(expected) == pair.family.architecture.rotary
+    assert bool(expected) == (pair.family.architecture.rotary and not pair.family.architecture.whole_attention)
     for name, buffer in found.items():
         assert buffer.dtype == torch.int64
         assert torch.equal(buffer, expected[name])
@@ -178,8 +182,9 @@ def test_an_edited_config_of_other_shapes_is_refused(folders: dict[str, Path], t
         AutoModelForCausalLM.from_pretrained(tmp_path / "edited")
 
 
-def test_the_config_goes_through_a_dict(pair: Pair):
+def test_the_config_goes_through_a_file(pair: Pair, tmp_path: Path):
     config = pair.compressed.config
-    again = type(config).from_dict(json.loads(config.to_json_string()))
+    config.to_json_file(tmp_path / "config.json")
+    again = type(config).from_json_file(tmp_path / "config.json")
     assert again.to_dict() == config.to_dict()
     assert AutoConfig.for_model(config.model_type).__class__ is type(config)

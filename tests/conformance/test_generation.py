@@ -61,6 +61,8 @@ def test_beam_search(pair: Pair):
 
 
 def test_the_cache_is_as_narrow_as_the_layers(pair: Pair):
+    if pair.family.architecture.whole_attention:
+        pytest.skip("the stock attention fills the cache")
     cache, dims = DynamicCache(config=pair.compressed.config), pair.family.dims
     with torch.no_grad():
         pair.compressed(tokens(rows=1, length=5), **{CACHE: cache})
@@ -80,6 +82,8 @@ def test_padding_to_one_head_dim_is_for_prefill_alone(pair: Pair, monkeypatch: p
     """SDPA has no fused kernel for unequal dims; when decoding, padding would copy the cache at every token."""
     if not pair.dense._supports_sdpa:
         pytest.skip("the family does not run on SDPA")
+    if pair.family.architecture.whole_attention:
+        pytest.skip("the stock attention runs")
     seen: list[bool] = []
 
     def record(module, query, key, value, mask, **options):
@@ -101,8 +105,8 @@ def test_decoding_step_by_step_gives_the_logits_of_one_pass(pair: Pair):
     with torch.no_grad():
         expected = model(ids).logits
         pieces = [model(piece, **{CACHE: cache}).logits for piece in ids.split([1, 5, 1, 4, 3], dim=1)]
-    # float64 rounding; the pieces take SDPA's other path for single tokens.
-    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=1e-11)
+    # The pieces take SDPA's other path for single tokens.
+    torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=pair.family.stepwise)
 
 
 def test_sampling_and_assisted_decoding(pair: Pair):
@@ -112,5 +116,7 @@ def test_sampling_and_assisted_decoding(pair: Pair):
         torch.manual_seed(0)
         drawn.append(pair.compressed.generate(PROMPT, max_new_tokens=NEW, do_sample=True, use_cache=use_cache))
     assert torch.equal(*drawn)
+    if pair.dense._is_stateful:
+        pytest.skip("transformers assists no model with a state that cannot go back")
     assisted = generate(pair.compressed, PROMPT[:1], assistant_model=pair.dense)
     assert torch.equal(assisted, greedy(pair.compressed, PROMPT[:1], NEW))

@@ -26,6 +26,8 @@ def flat(weights: BlockWeights) -> list[torch.Tensor]:
 
 def test_the_states_are_those_of_the_canonical_weights(pair: Pair):
     architecture, dims = pair.family.architecture, pair.family.dims
+    if architecture.whole_attention:
+        pytest.skip("the attention stays as it is")
     layout, block = Layout.dense(architecture, dims), first_block(pair).double()
     weights, x = layout.read(block), torch.randn(2, 5, dims.d_model, dtype=torch.float64)
     for role in HEADS:
@@ -69,6 +71,8 @@ def test_the_format_is_documented_to_the_last_key(pairs: dict[str, Pair]):
 
 
 def test_biases_change_and_none_appears(pair: Pair):
+    if pair.family.architecture.whole_attention:
+        pytest.skip("the attention stays as it is")
     layout, block = Layout.dense(pair.family.architecture, pair.family.dims), first_block(pair)
     weights = layout.read(block)
     weight, bias = weights.output

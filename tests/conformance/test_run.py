@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BloomConfig, FalconConfig, GPT2Config, OlmoConfig
+from transformers import (
+    BloomConfig,
+    FalconConfig,
+    Gemma4TextConfig,
+    GPT2Config,
+    GraniteMoeHybridConfig,
+    OlmoConfig,
+)
 
 from modegpt.architectures import architecture_of
 from modegpt.compress import compress
@@ -17,8 +24,14 @@ from modegpt.modeling_modegpt import decoder_layers
 from modegpt.preparation import layer_sizes
 
 from .conftest import Pair
-from .families import NO_WIDTH, SIZES, tokens
+from .families import GRANITE_4, NO_WIDTH, SIZES, tokens
 
+MLPS = ("mlp", "fc2", "shared_mlp", "feed_forward")
+"""What gives a block's MLP output, in one family or another."""
+NOT_PER_LAYER: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 WINDOWS = tokens(rows=6, length=16, seed=3)
 
 
@@ -43,7 +56,7 @@ def expected_scores(pair: Pair) -> list[list[float]]:
         # Falcon adds the attention's output to the MLP's in place.
         seen[module] = (inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone())
 
-    last = architecture.mlp_norm or next(name for name in ("mlp", "fc2") if hasattr(blocks[0], name))
+    last = architecture.mlp_norm or next(name for name in MLPS if hasattr(blocks[0], name))
     for block in blocks:
         hooks += [module.register_forward_hook(note) for module in (block, block.get_submodule(last))]
     with torch.no_grad():
@@ -77,7 +90,7 @@ def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
         assert bool(said) == (module in pair.family.whole)
         if said:
             assert all(layer["ranks"][module] == full[module] for layer in report["layers"])
-    if pair.family.name != "opt-post-norm":  # its stream after attention passes a norm before the MLP adds to it
+    if pair.family.architecture.adds_mlp:  # else the stream after attention is not what the MLP's output is added to
         scores = torch.tensor(report["allocation"]["scores"])
         # float32 states, read at other places.
         torch.testing.assert_close(scores, torch.tensor(expected_scores(pair)), rtol=0, atol=1e-5)
@@ -103,8 +116,8 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
     for name, tensor in expected.state_dict().items():
         assert torch.equal(written.state_dict()[name], tensor), name
     whole = [warning for warning in written.modegpt_report["warnings"] if "loaded whole" in warning]
-    # Mixtral's files hold each expert apart, and its modules all in one.
-    assert bool(whole) == (pair.family.name == "mixtral")
+    # Mixtral's files hold each expert apart, and its modules all in one; Falcon-H1's blocks have a buffer in no file.
+    assert bool(whole) == (pair.family.name in ("mixtral", "falcon_h1"))
     found = describe(tmp_path / "out")
     assert found["parameters"] == written.modegpt_report["parameters"]
     assert found["sparsity"]["blocks"] == pytest.approx(written.modegpt_report["sparsity"]["blocks"], abs=1e-12)
@@ -117,6 +130,18 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
         (OlmoConfig(**SIZES, clip_qkv=8.0), "clips .* at 8.0"),
         (BloomConfig(), "'bloom' is not supported.*ALiBi"),
         (GPT2Config(**NO_WIDTH, add_cross_attention=True), "cross attention"),
+        (GraniteMoeHybridConfig(**{**GRANITE_4, "num_local_experts": 3}), "3 experts beside each MLP"),
+        (Gemma4TextConfig(**SIZES), "hidden_size_per_layer_input 256: every block reads"),
+        (
+            Gemma4TextConfig(**SIZES, **NOT_PER_LAYER, num_kv_shared_layers=1),
+            "num_kv_shared_layers 1: later blocks",
+        ),
+        (
+            Gemma4TextConfig(
+                **SIZES, **NOT_PER_LAYER, enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=8
+            ),
+            "enable_moe_block True: there are experts",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(config: Any, reason: str):

@@ -113,4 +113,4 @@ def test_check_reads_the_file(gemma: Opened):
     told = {line["name"]: line["meaning"] for line in json.loads(result.stdout)["checks"]}
     assert "4 query heads of 256 coordinates share one key and value head" in told["heads"]
     assert "15 of 18 layers attend to the last 512 tokens" in told["attention window"]
-    assert "stays whole: queries and keys are normalised" in told["query-key ranks"]
+    assert "stays whole: its queries and keys are normalised" in told["query-key ranks"]

@@ -7,14 +7,21 @@ from ..text_part import MULTIMODAL, has_text_part
 from .apertus import APERTUS
 from .arcee import ARCEE
 from .cohere import COHERE, COHERE2
+from .cwm import CWM
 from .ernie import ERNIE4_5
 from .exaone4 import EXAONE4
 from .falcon import FALCON
-from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT
+from .falcon_h1 import FALCON_H1
+from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
 from .glm import GLM, GLM4
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
-from .granite import GRANITE
+from .granite import GRANITE, GRANITE_HYBRID
+from .helium import HELIUM
+from .hunyuan import HUNYUAN_V1_DENSE
+from .hyperclovax import HYPERCLOVAX
+from .jais2 import JAIS2
+from .lfm2 import LFM2
 from .llama import LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
@@ -24,6 +31,7 @@ from .opt import OPT
 from .phi import PHI, PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
+from .qwen3_5 import QWEN3_5_TEXT
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .spec import Architecture, Dimensions
@@ -40,20 +48,25 @@ ARCHITECTURES: dict[str, Architecture] = {
         MINISTRAL3,
         QWEN2,
         QWEN3,
+        QWEN3_5_TEXT,
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,
+        GEMMA4_TEXT,
+        VAULTGEMMA,
         OLMO,
         OLMO2,
         OLMO3,
         STABLELM,
         GRANITE,
+        GRANITE_HYBRID,
         PHI,
         PHI3,
         OPT,
         GPT2,
         GPT_NEOX,
         FALCON,
+        FALCON_H1,
         COHERE,
         COHERE2,
         GLM,
@@ -64,6 +77,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         APERTUS,
         EXAONE4,
         SEED_OSS,
+        HUNYUAN_V1_DENSE,
+        HYPERCLOVAX,
+        HELIUM,
+        JAIS2,
+        CWM,
+        LFM2,
         MIXTRAL,
         STARCODER2,
     )

@@ -30,9 +30,13 @@ class Affine(NamedTuple):
         return Affine(self.weight[kept], None if self.bias is None else self.bias[kept])
 
 
+NOTHING = Affine(torch.empty(0, 0), None)
+"""In place of the projections of an attention that stays whole."""
+
+
 @dataclass
 class BlockWeights:
-    """The weights of one block that have a rank, in the canonical layout."""
+    """The weights of one block that have a rank, in the canonical layout; `NOTHING` for those of a whole attention."""
 
     query: Affine
     """`(n_heads·d_head, d_model)`."""
@@ -100,10 +104,12 @@ class Layout:
     def read(self, block: nn.Module) -> BlockWeights:
         """Return the block's weights: views of them where the rows are adjacent, copies elsewhere."""
         architecture = self.architecture
-        heads = {role: affine(architecture.projection(block, role)).rows(self.rows(role)) for role in HEADS}
+        heads, output = dict.fromkeys(HEADS, NOTHING), NOTHING
+        if not architecture.whole_attention:
+            heads = {role: affine(architecture.projection(block, role)).rows(self.rows(role)) for role in HEADS}
+            output = affine(architecture.projection(block, "output"))
         ups = tuple(affine(module).rows(rows) for module, rows in self.ups(block))
         down = affine(architecture.projection(block, "down")) if architecture.down else None
-        output = affine(architecture.projection(block, "output"))
         gain = None
         if down is not None and architecture.mlp_norm:
             gain = block.get_submodule(architecture.mlp_norm)(down.weight.new_ones(len(down.weight)))
@@ -113,11 +119,12 @@ class Layout:
     def write(self, block: nn.Module, weights: BlockWeights) -> None:
         """Copy weights of this layout's sizes into the block, rounded to the dtype of its parameters."""
         architecture = self.architecture
-        for role in HEADS:
-            _copy(getattr(weights, role), architecture.projection(block, role), self.rows(role))
+        if not architecture.whole_attention:
+            for role in HEADS:
+                _copy(getattr(weights, role), architecture.projection(block, role), self.rows(role))
+            _copy(weights.output, architecture.projection(block, "output"), slice(None))
         for (module, rows), up in zip(self.ups(block), weights.ups, strict=True):
             _copy(up, module, rows)
-        _copy(weights.output, architecture.projection(block, "output"), slice(None))
         if weights.down is not None:
             _copy(weights.down, architecture.projection(block, "down"), slice(None))
         if self.architecture.interleaved:

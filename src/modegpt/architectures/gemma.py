@@ -1,6 +1,11 @@
-"""Gemma 1, 2 and 3 (text)."""
+"""Gemma 1 to 4 (text), and VaultGemma."""
 
-from .spec import Architecture
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InputError
+from .spec import Architecture, Dimensions
 
 GEMMA = Architecture(
     model_type="gemma", name="Gemma", start_token=True, notes="Gemma 1; heads wider than the model, multi-query"
@@ -26,4 +31,51 @@ GEMMA3_TEXT = Architecture(
     query_norm="q_norm",
     key_norm="k_norm",
     notes="Gemma 3, text; two rotary tables by layer type; norms on each query and key head: query-key stays whole",
+)
+
+VAULTGEMMA = Architecture(
+    model_type="vaultgemma",
+    name="VaultGemma",
+    middle="pre_feedforward_layernorm",
+    start_token=True,
+    softcap="attn_logit_softcapping",
+    notes="VaultGemma 1B; as `gemma2`, without the norms after each module",
+)
+
+
+@dataclass(frozen=True)
+class Gemma4Architecture(Architecture):
+    """Gemma 4, whose small models hand more than hidden states from block to block."""
+
+    def resolve(self, config: Any) -> Architecture:
+        """Refuse those, and experts."""
+        reasons = {
+            "hidden_size_per_layer_input": "every block reads embeddings of its own for each token",
+            "num_kv_shared_layers": "later blocks read the keys and values of earlier ones",
+            "enable_moe_block": "there are experts beside each MLP",
+        }
+        for name, reason in reasons.items():
+            if getattr(config, name):
+                raise InputError(f"the model has {name} {getattr(config, name)}: {reason}; give Gemma 4 31B")
+        return super().resolve(config)
+
+    def cached(self, dims: Dimensions, ranks: dict[str, int], outputs: Mapping[str, int]) -> int:
+        """Count keys twice where they are the values, too, before both are normalised."""
+        keys, values = (outputs.get(f"{self.attention}.{name}", 0) for name in (self.key, self.value))
+        return keys + (values or keys)
+
+
+GEMMA4_TEXT = Gemma4Architecture(
+    model_type="gemma4_text",
+    name="Gemma4Text",
+    causal_lm="Gemma4ForCausalLM",
+    middle="pre_feedforward_layernorm",
+    mlp_norm="post_feedforward_layernorm",
+    # A block multiplies the sum by a number of its own, `layer_scalar`.
+    adds_mlp=False,
+    buffers=("layer_scalar",),
+    start_token=True,
+    # Values are normalised, too, and in some layers they are the keys.
+    whole_attention=True,
+    notes="Gemma 4 31B, in `gemma4` files; the MLPs alone: queries, keys and values are normalised",
 )

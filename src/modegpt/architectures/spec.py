@@ -1,6 +1,6 @@
 """What the compressor must know of a model family, as data."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,6 +28,13 @@ class Architecture:
     """The list of decoder blocks, from the base model."""
     attention: str = "self_attn"
     """The attention module, from the block."""
+    whole_attention: bool = False
+    """Whether attention stays as it is, of whatever kind it is: MLPs alone have a rank. A block may then be without."""
+    mixers: tuple[str, ...] = ()
+    """What mixes tokens in place of attention or beside it (linear attention, convolutions), from the block: modules
+    that some blocks have, that put out a tensor, and that stay whole."""
+    upcast_mixers: bool = False
+    """Whether these compute in float32 whatever the states' dtype."""
     query: str = "q_proj"
     key: str = "k_proj"
     value: str = "v_proj"
@@ -47,13 +54,15 @@ class Architecture:
     """Norms of queries and keys, from the attention module; a block without such a module has none."""
     norm_input: str = "heads"
     """What these norms take: `heads` (batch, tokens, heads, d_head), `heads first`, or `flat`, all heads as one."""
+    rotary_first: bool = False
+    """Whether these norms stand behind the rotary embedding."""
     middle: str = "post_attention_layernorm"
     """The module whose input is the residual stream between attention and MLP, from the block."""
     parallel: bool | str = False
     """Whether attention and MLP read the same input, so that there is no such stream; or the config's switch."""
     adds_mlp: bool | str = True
-    """Whether a block puts out the residual stream plus what its MLP adds, and no norm of that sum; or the config's
-    switch."""
+    """Whether a block puts out the residual stream plus what its MLP adds, and no norm or multiple of that sum; or the
+    config's switch."""
     mlp_norm: str = ""
     """The RMS norm that the MLP's output passes before it is added, from the block; empty for none."""
     mlp_factor: float | str = 1.0
@@ -124,6 +133,10 @@ class Architecture:
             mlp_factor=float(said(self.mlp_factor)),
         )
 
+    def mlp_width(self, config: Any) -> int:
+        """Return the width of a dense model's MLPs."""
+        return getattr(config, self.width) or 4 * config.hidden_size
+
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""
         data = {name: getattr(self, name) for name in DESCRIBED}
@@ -140,12 +153,13 @@ class Architecture:
 
     def linears(self, block: nn.Module) -> list[Any]:
         """Return every linear module of a block that has a rank, each once."""
-        roles = [self.projection(block, role) for role in ("query", "key", "value", "output")]
+        heads = () if self.whole_attention else ("query", "key", "value", "output")
+        roles = [self.projection(block, role) for role in heads]
         paths = ([self.down] if self.down else []) + list(self.up)
         return list(dict.fromkeys(roles + [block.get_submodule(path) for path in paths]))
 
     def rank_costs(self, dims: "Dimensions", has_bias: Callable[[str], bool]) -> dict[str, int]:
-        """Return the parameters that one unit of rank holds, by module; `mlp` is 0 where the MLP has no rank.
+        """Return the parameters that one unit of rank holds, by module; 0 for what has no rank.
 
         Args:
             dims: the dense model's sizes.
@@ -155,9 +169,12 @@ class Architecture:
         def inputs(path: str) -> int:
             return dims.d_model + has_bias(path)
 
+        mlp = sum(inputs(path) for path in self.up) + (dims.d_model if self.down else 0)
+        if self.whole_attention:
+            return {"mlp": mlp, "qk": 0, "vo": 0}
         query, key, value = (f"{self.attention}.{name}" for name in (self.query, self.key, self.value))
         return {
-            "mlp": sum(inputs(path) for path in self.up) + (dims.d_model if self.down else 0),
+            "mlp": mlp,
             "qk": dims.n_heads * inputs(query) + dims.n_kv_heads * inputs(key),
             "vo": dims.n_kv_heads * inputs(value) + dims.n_heads * dims.d_model,
         }
@@ -168,8 +185,27 @@ class Architecture:
             return dims
         return replace(dims, rotary_dim=0)
 
+    def cached(self, dims: "Dimensions", ranks: dict[str, int], outputs: Mapping[str, int]) -> int:
+        """Return how many numbers a token puts into the key-value cache in one block.
+
+        Args:
+            dims: the dense model's sizes.
+            ranks: of the block.
+            outputs: of the linear modules of the block that there are, by their paths.
+        """
+        if self.whole_attention:
+            return sum(outputs.get(f"{self.attention}.{name}", 0) for name in (self.key, self.value))
+        return dims.n_kv_heads * (ranks["qk"] + ranks["vo"])
+
+    def mixing(self, block: nn.Module) -> list[tuple[Any, bool]]:
+        """Return every module of a block that mixes tokens, and whether it puts out a pair, as attention does."""
+        paths = {self.attention: True, **dict.fromkeys(self.mixers, False)}
+        return [(module, paths[name]) for name, module in block.named_modules() if name in paths]
+
     def norms(self, block: nn.Module) -> list[Any]:
-        """Return the norms of queries and keys that a block has."""
+        """Return the norms of queries and keys that decide what can be cut of a block."""
+        if self.whole_attention:
+            return []
         attention = block.get_submodule(self.attention)
         return [getattr(attention, name) for name in (self.query_norm, self.key_norm) if hasattr(attention, name)]
 
@@ -188,10 +224,12 @@ class Architecture:
 DESCRIBED = ("name", "layers", "attention", "query", "key", "value", "output", "up", "down", "scale_query")
 DESCRIBED_IF_SET = (
     "causal_lm",
+    "whole_attention",
     "by_group",
     "query_norm",
     "key_norm",
     "norm_input",
+    "rotary_first",
     "kv_heads",
     "upcast_rotary",
     "query_growth",
@@ -224,16 +262,18 @@ class Dimensions:
     @classmethod
     def of(cls, architecture: Architecture, config: Any) -> "Dimensions":
         """Read the sizes from a dense model's config."""
-        d_head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         n_heads, kv_heads = config.num_attention_heads, architecture.kv_heads
-        n_kv_heads = getattr(config, kv_heads, None) if isinstance(kv_heads, str) else kv_heads
-        rotary_dim = d_head if architecture.rotary else 0
+        d_head, n_kv_heads, rotary_dim = config.hidden_size // n_heads, n_heads, 0
+        if not architecture.whole_attention:  # else heads may differ from layer to layer, and nothing asks
+            d_head = getattr(config, "head_dim", None) or d_head
+            n_kv_heads = getattr(config, kv_heads, None) if isinstance(kv_heads, str) else kv_heads
+            rotary_dim = d_head if architecture.rotary else 0
         if architecture.partial_rotary:
             rotary_dim = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1.0))
         return cls(
             n_layers=config.num_hidden_layers,
             d_model=config.hidden_size,
-            d_int=getattr(config, architecture.width) or 4 * config.hidden_size,
+            d_int=architecture.mlp_width(config),
             d_head=d_head,
             n_heads=n_heads,
             n_kv_heads=n_kv_heads or n_heads,

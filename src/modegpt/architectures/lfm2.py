@@ -1,0 +1,33 @@
+"""Liquid AI's LFM2."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .spec import Architecture
+
+
+@dataclass(frozen=True)
+class Lfm2Architecture(Architecture):
+    """LFM2, whose config may name a width that its MLPs derive theirs from."""
+
+    def mlp_width(self, config: Any) -> int:
+        """Return the width of a dense model's MLPs."""
+        width = config.intermediate_size
+        if config.block_auto_adjust_ff_dim:
+            width = 2 * width // 3
+            if config.block_ffn_dim_multiplier is not None:
+                multiple = config.block_multiple_of
+                width = -(-int(config.block_ffn_dim_multiplier * width) // multiple) * multiple
+        return width
+
+
+LFM2 = Lfm2Architecture(
+    model_type="lfm2",
+    name="Lfm2",
+    up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+    middle="ffn_norm",
+    whole_attention=True,
+    mixers=("conv",),
+    notes="LFM2 350M to 2.6B; the MLPs alone: convolutions, and the attention of the other layers, stay whole",
+)
