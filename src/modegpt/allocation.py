@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import MODULES
+from .config import MODULES, NAMES
 from .errors import InputError, NumericalError
 from .filling import Unit, auto_temperature, fill_additive, fill_exponential
 from .ranks import (
@@ -175,7 +175,7 @@ def score_parts(rule: str, score: Any) -> dict[str, float]:
     """Return a layer's score by what it is the score of, for tables and plots."""
     if not isinstance(score, list):
         return {rule: score}
-    return dict(zip(MODULES if rule == "error" else ("attention", "MLP"), score, strict=True))
+    return dict(zip(NAMES.values() if rule == "error" else ("attention", "MLP"), score, strict=True))
 
 
 def _units(

@@ -6,7 +6,9 @@ from typing import Any
 
 from .errors import InputError
 
-MODULES = ("mlp", "qk", "vo")
+NAMES = {"mlp": "MLP", "qk": "query-key", "vo": "value-output"}
+"""What a reader is told of the modules of a block."""
+MODULES = tuple(NAMES)
 SAMPLINGS = ("random", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PRESETS = {

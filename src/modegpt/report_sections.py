@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 from . import plots
 from .allocation import score_parts
+from .config import NAMES
 
-MODULES = {"mlp": "MLP", "qk": "query-key", "vo": "value-output"}
+DAMAGE = "What cutting each module alone does to the predictions: where it is little, more is removed."
+IMPORTANCE = "Importance: high scores are spared."
 STAGES = {
     "text": "reading the text",
     "load": "loading weights",
@@ -73,7 +75,7 @@ def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[st
     text, config = run["calibration"], run["config"]
     dense, layers = found["dense"], run["layers"]
     cut = [module for module in config["modules"] if any(each["ranks"][module] < dense[module] for each in layers)]
-    modules = [MODULES[module] for module in cut or config["modules"]]
+    modules = [NAMES[module] for module in cut or config["modules"]]
     lead = (
         f"{model_name(run)} (family {run['architecture']}, {len(run['layers'])} decoder blocks) was compressed "
         f"without training: pairs of weight matrices ({', '.join(modules)}) were decomposed together, block by "
@@ -103,7 +105,7 @@ def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     mean = 100 * run["sparsity"]["blocks"]
     kept = {
         label: (numbers, [100 * layer["ranks"][module] / dense[module] for layer in layers])
-        for module, label in MODULES.items()
+        for module, label in NAMES.items()
     }
     drawn = [
         Plot(
@@ -120,21 +122,23 @@ def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     ]
     scores = run["allocation"]["scores"]
     if scores is not None:
-        shown = [score_parts(run["allocation"]["rule"], score) for score in scores]
+        rule = run["allocation"]["rule"]
+        shown = [score_parts(rule, score) for score in scores]
         parts = {name: (numbers, [score[name] for score in shown]) for name in shown[0]}
-        alt = "Lines of the importance score that the allocation rule gave each layer."
-        drawn.append(Plot(plots.lines(parts, "layer", "score", whole=True), alt, "Importance: high scores are spared."))
+        label, caption = ("damage, nats", DAMAGE) if rule == "error" else ("score", IMPORTANCE)
+        alt = "Lines of the score that the allocation rule gave each layer."
+        drawn.append(Plot(plots.lines(parts, "layer", label, whole=True), alt, caption))
     rows = [
         [
             str(index),
             f"{own['sparsity']:.2%}",
-            *(f"{layer['ranks'][module]:,} of {dense[module]:,}" for module in MODULES),
-            *(f"{layer['error'][module]:.4f}" for module in MODULES),
+            *(f"{layer['ranks'][module]:,} of {dense[module]:,}" for module in NAMES),
+            *(f"{layer['error'][module]:.4f}" for module in NAMES),
             f"{own['parameters']:,}",
         ]
         for index, (layer, own) in enumerate(zip(layers, found["layers"], strict=True))
     ]
-    head = ["layer", "removed", *MODULES.values(), *(f"error, {label}" for label in MODULES.values()), "parameters"]
+    head = ["layer", "removed", *NAMES.values(), *(f"error, {label}" for label in NAMES.values()), "parameters"]
     note = "Ranks are neurons for the MLP, coordinates of a head for query-key and value-output."
     return {"plots": drawn, "tables": [Table("Every layer", head, rows)], "note": note}
 
@@ -143,7 +147,7 @@ def errors(run: dict[str, Any]) -> dict[str, Any] | None:
     """Return reconstruction error by layer and module; None if all were left whole."""
     numbers = range(len(run["layers"]))
     series = {}
-    for module, label in MODULES.items():
+    for module, label in NAMES.items():
         values = [layer["error"][module] or None for layer in run["layers"]]
         if any(values):
             series[label] = (numbers, values)
@@ -163,7 +167,7 @@ def errors(run: dict[str, Any]) -> dict[str, Any] | None:
         f"Lines of the relative reconstruction error by layer. {told}.",
         f"Relative error of each module's output on the calibration text. {told}.",
     )
-    whole = any(not layer["error"][module] for layer in run["layers"] for module in MODULES)
+    whole = any(not layer["error"][module] for layer in run["layers"] for module in NAMES)
     return {"plots": [plot], "note": "Modules left whole have no point." if whole else None}
 
 
@@ -249,8 +253,10 @@ def change(before: float, after: float) -> str:
 def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if seconds < 3600:
+        return f"{seconds / 60:.1f} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min"
 
 
 def _where(run: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from .allocation import allocate, why_whole
 from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture_of
+from .config import NAMES
 from .errors import InputError
 from .modeling_modegpt import decoder_layers
 from .preparation import cached_numbers, layer_sizes
@@ -16,7 +17,6 @@ from .ranks import LayerSizes
 from .shards import skeleton
 
 GUIDE = "docs/adding-an-architecture.md"
-NAMES = {"mlp": "MLP", "qk": "query-key", "vo": "value-output"}
 UNITS = {"mlp": "neurons", "qk": "coordinates a head", "vo": "coordinates a head"}
 CACHE_BYTES = 2
 """Of a cached number in bfloat16 or float16."""
