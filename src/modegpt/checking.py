@@ -197,10 +197,7 @@ def _order(subject: Subject) -> tuple[str, str]:
         _run_hooked(subject, hooks + [module.register_forward_hook(_silence) for module in silent])
         return inputs
 
-    if architecture.whole_attention:
-        attention = [module for module, _as_pair in architecture.mixing(block)]
-    else:
-        attention = [architecture.projection(block, "output")]
+    attention = [module for module, _as_pair in architecture.mixing(block)]
     plain, silenced = heard(), {"attention": heard(attention)}
     if architecture.down:
         silenced["the MLP"] = heard([architecture.projection(block, "down")])

@@ -88,13 +88,12 @@ def _heads(dims: Dimensions) -> str:
 def _projections(architecture: Architecture, block: Any) -> str:
     heads = (architecture.query, architecture.key, architecture.value)
     told = []
-    cut = [] if architecture.whole_attention else ["query", "key", "value", "output"]
-    if cut and len(set(heads)) == 1:
+    if architecture.roles and len(set(heads)) == 1:
         order = "alternating by key head" if architecture.by_group else "one after another"
         told.append(f"query, key and value are fused in {architecture.query} ({order}), which is cut in place")
     if len(architecture.up) > len(set(architecture.up)):
         told.append(f"gate and up are fused in {architecture.up[0]}, which is cut in place")
-    biased = [role for role in cut if architecture.projection(block, role).bias is not None]
+    biased = [role for role in architecture.roles if architecture.projection(block, role).bias is not None]
     if architecture.down and architecture.projection(block, "down").bias is not None:
         biased.append("MLP")
     told.append(f"biases: {', '.join(biased) or 'none'}")

@@ -92,6 +92,14 @@ LLAMA_3 = {
 }
 GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 
+CAPPED: dict[str, Any] = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": WINDOW,
+    # Low enough that both caps bend what they cap.
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 20.0,
+}
 STATES = 1e-4
 """Linear attention and Mamba compute in float32, chunk by chunk or token by token: 1e-5 of logits between 3 and 10,
 which a state that was lost would change by their own size."""
@@ -194,16 +202,7 @@ FAMILIES = [
     Family("gemma", lambda: GemmaConfig(**SIZES, num_key_value_heads=1, head_dim=16)),
     Family(
         "gemma2",
-        lambda: Gemma2Config(
-            **SIZES,
-            **GROUPED,
-            head_dim=16,
-            query_pre_attn_scalar=24,
-            sliding_window=WINDOW,
-            # Low enough that both caps bend what they cap.
-            attn_logit_softcapping=5.0,
-            final_logit_softcapping=20.0,
-        ),
+        lambda: Gemma2Config(**SIZES, **GROUPED, **CAPPED),
     ),
     Family(
         "gemma3_text",
@@ -374,15 +373,7 @@ FAMILIES = [
     Family("cwm", lambda: CwmConfig(**SIZES, **GROUPED, **MIXED_WINDOWS, head_dim=16, rope_parameters=LLAMA_3)),
     Family(
         "vaultgemma",
-        lambda: VaultGemmaConfig(
-            **SIZES,
-            **GROUPED,
-            head_dim=16,
-            query_pre_attn_scalar=24,
-            sliding_window=WINDOW,
-            attn_logit_softcapping=5.0,
-            final_logit_softcapping=20.0,
-        ),
+        lambda: VaultGemmaConfig(**SIZES, **GROUPED, **CAPPED),
     ),
     # From here to LFM2 what mixes tokens stays whole, and MLPs alone are cut.
     Family(

@@ -17,7 +17,7 @@ from modegpt.modeling_modegpt import compressed_class, decoder_layers
 from modegpt.preparation import layer_sizes
 
 from .conftest import Pair
-from .families import GROUPED, SIZES, Family, tokens
+from .families import GROUPED, LLAMA_3, SIZES, Family, tokens
 from .helpers import compressed_from, densify, in_float64
 
 
@@ -170,13 +170,7 @@ def test_a_kernel_without_a_cap_is_never_chosen(name: str, monkeypatch: pytest.M
 
 
 ROPE_SCALINGS = {
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
+    "llama3": LLAMA_3,
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
     "dynamic": {"rope_type": "dynamic", "factor": 2.0},
     "linear": {"rope_type": "linear", "factor": 4.0},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..modeling_modegpt import ROLES
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,11 @@ class Architecture:
         """Name of the stock class with a language head."""
         return self.causal_lm or f"{self.name}ForCausalLM"
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The projections of the attention that have a rank: all four, or none of one that stays whole."""
+        return () if self.whole_attention else ROLES
+
     def resolve(self, config: Any) -> "Architecture":
         """Return what holds for the models of one config.
 
@@ -153,8 +159,7 @@ class Architecture:
 
     def linears(self, block: nn.Module) -> list[Any]:
         """Return every linear module of a block that has a rank, each once."""
-        heads = () if self.whole_attention else ("query", "key", "value", "output")
-        roles = [self.projection(block, role) for role in heads]
+        roles = [self.projection(block, role) for role in self.roles]
         paths = ([self.down] if self.down else []) + list(self.up)
         return list(dict.fromkeys(roles + [block.get_submodule(path) for path in paths]))
 
