@@ -274,7 +274,7 @@ def _scaled(units: Sequence[Unit], width: float) -> list[float]:
 def why_whole(module: str, size: LayerSizes) -> str:
     """Say why a layer leaves a module whole."""
     if module == "mlp":
-        return "it is a mixture of experts"
+        return "it is one MLP among layers of experts"
     if "vo" in size.whole:
         return "this family's attention is left as it is"
     return "its queries and keys are normalised, which reads all their coordinates"

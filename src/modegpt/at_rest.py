@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture
@@ -11,7 +12,7 @@ from .architectures import Architecture
 
 @contextmanager
 def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
-    """While the context is open, linear modules of a block give zeros. Hooks on them still see what they are given.
+    """While the context is open, linear modules, and experts, give zeros. Hooks on them still see what they are given.
 
     Args:
         block: a decoder block, dense or compressed.
@@ -19,11 +20,14 @@ def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
     """
     modules: list[Any] = list(dict.fromkeys(block.get_submodule(path) for path in paths))
 
-    def zeros(width: int) -> Any:
+    def zeros(module: Any) -> Any:
+        if hasattr(module, "down_proj"):
+            return lambda x, *_routing: torch.zeros_like(x)
+        width = module.nf if hasattr(module, "nf") else module.out_features
         # Memory of its own: some blocks add to what they get in place.
         return lambda x: x.new_zeros(*x.shape[:-1], width)
 
-    with _forwards({module: zeros(module.nf if hasattr(module, "nf") else module.out_features) for module in modules}):
+    with _forwards({module: zeros(module) for module in modules}):
         yield
 
 

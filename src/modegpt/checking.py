@@ -178,12 +178,18 @@ def _silence(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     return torch.zeros_like(output)
 
 
+def _typical(subject: Subject) -> nn.Module:
+    """Return the first dense block whose MLP has a rank."""
+    architecture = subject.architecture
+    blocks = decoder_layers(subject.dense, architecture.describe())
+    return next(block for block in blocks if not architecture.experts or architecture.mixture(block) is not None)
+
+
 @torch.no_grad()
 def _order(subject: Subject) -> tuple[str, str]:
     """Silence attention, then the MLP, of one block, and see which of its places hear the difference."""
-    architecture = subject.architecture
-    block = decoder_layers(subject.dense, architecture.describe())[0]
-    places = {"the MLP": block.get_submodule(architecture.whole_mlp or architecture.up[0])}
+    architecture, block = subject.architecture, _typical(subject)
+    places = {"the MLP": block.get_submodule(architecture.experts or architecture.up[0])}
     if not architecture.parallel:
         places[f"`middle` ({architecture.middle})"] = architecture.middle_module(block)
 
@@ -199,8 +205,7 @@ def _order(subject: Subject) -> tuple[str, str]:
 
     attention = [module for module, _as_pair in architecture.mixing(block)]
     plain, silenced = heard(), {"attention": heard(attention)}
-    if architecture.down:
-        silenced["the MLP"] = heard([architecture.projection(block, "down")])
+    silenced["the MLP"] = heard([block.get_submodule(architecture.experts or architecture.down)])
     if architecture.whole_attention and not _all_mixing_is_named(subject):
         return "failed", f"`middle` ({architecture.middle}) depends on more than what is named: see mixers, middle"
     for source, inputs in silenced.items():
@@ -233,12 +238,10 @@ def _all_mixing_is_named(subject: Subject) -> bool:
 def _sum(subject: Subject) -> tuple[str, str]:
     """Change what the MLP of one block gives, and see whether the block's output changes by what it should."""
     architecture = subject.architecture
-    if not architecture.down:
-        return "skipped", "the MLP stays whole"
     if not architecture.adds_mlp:
         return "skipped", "the block norms or scales its sum, so the MLP is compressed without the dense model beside"
-    block = decoder_layers(subject.dense, architecture.describe())[0]
-    down = architecture.projection(block, "down")
+    block = _typical(subject)
+    down = block.get_submodule(architecture.experts or architecture.down)
 
     def run(change: float) -> tuple[Tensor, Tensor]:
         """Return the MLP's output, each coordinate of it changed, and the block's."""

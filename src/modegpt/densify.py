@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from .architectures import Architecture, Dimensions
-from .architectures.access import NOTHING, Affine, BlockWeights, Layout
+from .architectures.access import NOTHING, Affine, BlockWeights, Expert, Layout
 from .modeling_modegpt import decoder_layers
 
 
 def in_float64(model: Any) -> Any:
     """Return a copy of the model in float64."""
     model = copy.deepcopy(model).double()
-    if hasattr(model.config, "num_local_experts"):
+    if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the default one is for narrower types
     return model
 
@@ -58,8 +58,15 @@ def _widened(narrow: BlockWeights, layer: dict[str, int], index: Tensor | None, 
     neurons = torch.arange(layer["mlp_width"])
     ups = tuple(_spread_rows(up, neurons, dims.d_int) for up in narrow.ups)
     down = None if narrow.down is None else _spread_columns(narrow.down, neurons, dims.d_int)
+    experts = tuple(
+        Expert(
+            (_spread_rows(gate, neurons, dims.d_int), _spread_rows(up, neurons, dims.d_int)),
+            _spread_columns(own, neurons, dims.d_int),
+        )
+        for (gate, up), own in narrow.experts
+    )
     if narrow.query is NOTHING:
-        return replace(narrow, ups=ups, down=down)
+        return replace(narrow, ups=ups, down=down, experts=experts)
     if index is None:
         index = torch.zeros(dims.n_kv_heads, 0, dtype=torch.int64)
     plain = (dims.rotary_dim + torch.arange(layer["qk_plain"])).expand(dims.n_kv_heads, -1)
@@ -78,6 +85,7 @@ def _widened(narrow: BlockWeights, layer: dict[str, int], index: Tensor | None, 
         output=_spread_columns(narrow.output, contexts, dims.n_heads * dims.d_head),
         ups=ups,
         down=down,
+        experts=experts,
         norms=narrow.norms,
     )
 
@@ -94,9 +102,9 @@ def _spread_columns(narrow: Affine, places: Tensor, size: int) -> Affine:
 
 
 def _copy_the_rest(architecture: Architecture, target: Any, source: Any) -> None:
-    """Copy what is no projection: norms, routers, experts."""
-    linears = set(architecture.linears(target))
+    """Copy what has no rank: norms, routers, MLPs that stay whole."""
+    narrowed = set(architecture.narrowed(target))
     for name, module in target.named_modules():
         for own, parameter in module.named_parameters(recurse=False):
-            if module not in linears:
+            if module not in narrowed:
                 parameter.copy_(source.get_submodule(name).get_parameter(own))

@@ -1,6 +1,7 @@
 """Reads what a compressed checkpoint holds, from its config and the safetensors headers alone: no weight is loaded."""
 
 import json
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,12 @@ def _headers(path: Path) -> dict[str, Entry]:
 
 
 def _element_bytes(tensors: dict[str, Entry]) -> int:
-    """Return the bytes of one weight, which are also those of one cached number."""
-    return max((BYTES[entry.dtype] for entry in tensors.values() if entry.dtype in BYTES), default=0)
+    """Return the bytes of one weight, which are also those of one cached number: those that most weights have."""
+    counts: Counter[str] = Counter()
+    for entry in tensors.values():
+        if entry.dtype in BYTES:
+            counts[entry.dtype] += prod(entry.shape)
+    return BYTES[counts.most_common(1)[0][0]] if counts else 0
 
 
 def _dense_sizes(path: Path, config: dict[str, Any]) -> tuple[Architecture, Dimensions]:

@@ -206,7 +206,10 @@ class CompressedAttention:
         if not getattr(self, "is_sliding", True):  # EXAONE 4 sets a window in every layer, and passes it in some
             return None
         owner = self if hasattr(self, "sliding_window") else self.config
-        return getattr(owner, "sliding_window", None)
+        kinds = getattr(self.config, "layer_types", None)
+        if owner is self.config and kinds and kinds[self.layer_idx] == "full_attention":
+            return None  # Qwen 2 with experts sets it in the layers that have one
+        return getattr(owner, "sliding_window", None) or None
 
     def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `(batch, tokens, heads, queries, dim)`; each pair is multiplied with its cosine and signed sine."""
@@ -477,6 +480,20 @@ def shrink_mlp(block: nn.Module, architecture: dict[str, Any], width: int) -> No
         resize(module, rows=size)
     if architecture["down"]:
         resize(block.get_submodule(architecture["down"]), columns=width)
+    mixture = dict(block.named_modules()).get(architecture.get("experts", ""))
+    if architecture.get("experts") and mixture is not None:
+        shrink_experts(mixture, width)
+
+
+def shrink_experts(experts: Any, width: int) -> None:
+    """Narrow every expert of a mixture, fused as `(experts, 2·width, d_model)` and `(experts, d_model, width)`."""
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    if down.shape[-1] == width:
+        return
+    kept = gate_up.unflatten(1, (2, -1))[:, :, :width].flatten(1, 2)
+    experts.gate_up_proj = nn.Parameter(kept.detach().clone(), requires_grad=gate_up.requires_grad)
+    experts.down_proj = nn.Parameter(down[..., :width].detach().clone(), requires_grad=down.requires_grad)
+    experts.intermediate_dim = width
 
 
 def plan_projections(names: dict[str, Any], sizes: dict[str, int], groups: int) -> list[tuple[str, Any, Any]]:

@@ -18,11 +18,13 @@ from .architectures.access import HEADS, Layout
 from .attention_logits import record_logits
 from .decompose.psd import all_finite
 from .errors import NumericalError
+from .experts import routed
 from .token_weights import weighed_by_norm
 from .triangle import add_lower, fill_upper
 
 SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),
+    "experts": lambda d: (d.n_experts, d.d_int, d.d_int),
     "mlp_sum": lambda d: (d.d_int,),
     "mlp_energy": lambda d: (d.d_int,),
     "mlp_target": lambda d: (d.d_int, d.d_model),
@@ -44,7 +46,7 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
 rotary embedding, biases included, `u` is the context, the input of the output projection, and `y` is what the MLP would
 have to put out for the block's output to be the dense model's, or, where a norm follows it, what the dense one does put
 out. Over all tokens, each times its weight: `mlp = Σ z zᵀ`, `mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, `target_sum = Σ y`,
-`target_energy = Σ ‖y‖²`, and over all heads `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head:
+`target_energy = Σ ‖y‖²`, of each expert `experts = Σ g² z zᵀ` with its share `g` in a token, and over all heads `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head:
 `query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and
 `logits`, the covariance of the coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP,
 `gate = Σ a aᵀ` over every `GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. Where only every so manieth token is
@@ -57,14 +59,15 @@ GATES_EVERY = 4
 ENERGY_ROWS = 128
 """Tokens whose activations are squared at once."""
 
-SYMMETRIC = ("mlp", "context", "gate")
+SYMMETRIC = ("mlp", "experts", "context", "gate")
 """The large second moments: their lower triangles alone are summed."""
 
-WEIGHTED = ("mlp", "context", "gate")
+WEIGHTED = ("mlp", "experts", "context", "gate")
 """The sources whose tokens have weights: those that a refit reads. Query-key measures every window's logits alike."""
 
 MEANINGS = {
     "mlp": "MLP activations",
+    "experts": "experts' activations",
     "target": "hidden states",
     "gate": "gates' activations",
     "fisher": "gradients of the logits",
@@ -107,10 +110,16 @@ class BlockMoments:
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a sum, whole."""
+        total = self.sums[name]
         if name in self._half:
-            fill_upper(self.sums[name])
+            for square in total if total.ndim == 3 else [total]:
+                fill_upper(square)
             self._half.remove(name)
-        return self.sums[name]
+        return total
+
+    def expert(self, number: int) -> "BlockMoments":
+        """Return those of one expert, as of an MLP."""
+        return BlockMoments({"mlp": self["experts"][number]}, self.n_tokens)
 
     def _add_square(self, name: str, x: Tensor) -> None:
         add_lower(self.sums[name], x)
@@ -156,6 +165,18 @@ class BlockMoments:
         if self.roots is not None:
             a = self.roots[some] * a
         self._add_square("gate", a)
+
+    def update_experts(self, experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> None:
+        """Add the tokens of a pass to the moments of the experts they are sent to; arguments as for `routed`.
+
+        Cost: the gate and up projections, and `d_int²` operations for each expert of a token.
+        """
+        for sent in routed(experts, states, chosen, shares):
+            x = sent.shares.float() * sent.activations.float()
+            if self.roots is not None:
+                x = self.roots[sent.places] * x
+            add_lower(self.sums["experts"][sent.number], x)
+        self._half.add("experts")
 
     def update_target(self, wanted: Tensor) -> None:
         """Add `(..., d_model)` targets of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
@@ -277,6 +298,9 @@ def record_moments(
                     add(moments.update, source, inputs[0])
 
                 hook(architecture.projection(block, role).register_forward_pre_hook(add_inputs))
+        if "experts" in sources:
+            mixture = architecture.mixture(block)
+            hook(mixture.register_forward_pre_hook(lambda module, inputs: add(moments.update_experts, module, *inputs)))
         if "gate" in sources:
             up, rows = layout.ups(block)[1]
             seen: list[Tensor] = []

@@ -75,11 +75,12 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
 
-    Memory: one block, one MLP moment and two working copies of it in float64, one of the gates in float32, the
-    embeddings, the hidden states. Time: two passes over the blocks (one more for a `late` solver where a block puts out
-    no sum; elsewhere its stages are halves of a pass), the passes in which the model writes coverage windows, and the
-    moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer at the float64 rate. Attention scores and disk
-    are left out, so read it as the right order, not as a promise.
+    Memory: one block, the moment of its MLP, or of each of its experts, and two working copies of one in float64, one of
+    the gates in float32, the embeddings, the hidden states. Time: two passes over the blocks, through the experts that a
+    token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves of a
+    pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored) rate,
+    `3·d_int³` a layer or expert at the float64 rate. Attention scores and disk are left out, so read it as the right
+    order, not as a promise.
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
@@ -92,11 +93,15 @@ def estimate(
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
-    memory = block * dtype.itemsize + (3 * 8 + 4) * dims.d_int**2
-    passes = sum(n_passes * 2 * size.total for size in sizes) + dims.n_layers * dims.d_int**2
+    n_mlps = max(1, dims.n_experts)
+    active = source.config.num_experts_per_tok if dims.n_experts else 1
+    memory = block * dtype.itemsize + ((n_mlps + 2) * 8 + 4) * dims.d_int**2
+    # Of a block's parameters, those that a token does not pass are in the experts that it is not sent to.
+    experts = sum(size.weight("mlp") for size in sizes if "mlp" not in size.whole)
+    passed = sum(size.total for size in sizes) - experts * (n_mlps - active) // n_mlps
+    passes = n_passes * 2 * passed + dims.n_layers * active * dims.d_int**2
     fast, exact = _rate(dtype, device), _rate(torch.float64, device)
-    writing = n_written * sum(2 * size.total for size in sizes)
-    seconds = (n_tokens * passes + writing) / fast + dims.n_layers * 3 * dims.d_int**3 / exact
+    seconds = (n_tokens * passes + 2 * n_written * passed) / fast + dims.n_layers * n_mlps * 3 * dims.d_int**3 / exact
     return {
         "device_bytes": max(memory, outside * dtype.itemsize),
         "host_bytes": states,

@@ -26,6 +26,8 @@ from .report import versions
 from .shards import ShardBlocks, find_tensors, fingerprint, skeleton, unties, why_not_streamable
 from .text_part import about_text_part, text_part
 
+EXPERT_STEP = 8
+"""Of the width of experts: torch's grouped products take no rows but those of a multiple of 16 bytes."""
 _PIECE = 2**20
 """Numbers of a tensor that are summed at once for its checksum."""
 
@@ -46,7 +48,7 @@ class Source:
 
     def runs_beside(self, config: CompressionConfig) -> bool:
         """Whether the dense model runs beside the compressed one."""
-        return config.feeds_back and bool(self.architecture.adds_mlp)
+        return config.feeds_back and bool(self.architecture.adds_mlp) and not self.architecture.experts
 
     def n_streams(self, config: CompressionConfig) -> int:
         """Return how many streams of hidden states a run holds at most.
@@ -185,15 +187,19 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
     whole = {"qk"} if architecture.norms(block) else set()
     if architecture.whole_attention:
         whole |= {"qk", "vo"}
-    if architecture.whole_mlp:
+    if architecture.experts and architecture.mixture(block) is None:
         whole.add("mlp")
         # It has no rank to cut, but its size decides the shares of the budget.
-        parameters = block.get_submodule(architecture.whole_mlp).parameters()
+        parameters = block.get_submodule(architecture.experts.rpartition(".")[0]).parameters()
         cost["mlp"] = sum(parameter.numel() for parameter in parameters) // dims.d_int
     return LayerSizes(
         full=dims.full_ranks,
         cost=cost,
-        step={"mlp": 1, "qk": 2 if dims.rotary_dim else 1, "vo": 1},
+        step={
+            "mlp": EXPERT_STEP if architecture.experts else 1,
+            "qk": 2 if dims.rotary_dim else 1,
+            "vo": 1,
+        },
         total=sum(parameter.numel() for parameter in block.parameters()),
         whole=frozenset(whole),
     )

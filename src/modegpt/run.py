@@ -235,7 +235,7 @@ class Run:
                     block = blocks.take(index)
                 ranks = allocation.ranks[index]
                 outcome, middle = compressor.compress(block, index, calibration, ranks, dense, drifted)
-                named = rounded_tensors(block, self.out_dtype).items()
+                named = rounded_tensors(block, self.source.architecture, self.out_dtype).items()
                 keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
                 del named
             outcomes.append(outcome)

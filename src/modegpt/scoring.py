@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .architectures import Architecture
 from .architectures.access import affine
 from .distributed import Team
+from .experts import routed
 from .importance import InfluenceMeter, outlier_ratio
 
 
@@ -101,20 +102,34 @@ class OutlierScorer:
     @contextmanager
     def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
         """See `Scorer.watch`."""
-        linears = self._architecture.linears(block)
-        squares: dict[nn.Module, Any] = dict.fromkeys(linears, 0.0)
+        linears, mixture = self._architecture.linears(block), self._architecture.mixture(block)
+        weights = [affine(linear).weight for linear in linears]
+        places: dict[nn.Module, int] = {linear: place for place, linear in enumerate(linears)}
+        if mixture is not None:
+            places[mixture] = len(weights)
+            weights += [matrix for pair in zip(mixture.gate_up_proj, mixture.down_proj, strict=True) for matrix in pair]
+        squares = [weight.new_zeros(weight.shape[1], dtype=torch.float64) for weight in weights]
+
+        def add_rows(place: int, rows: Tensor) -> None:
+            squares[place] += rows.flatten(0, -2).float().square().sum(0, dtype=torch.float64)
 
         def add_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            squares[module] = squares[module] + inputs[0].flatten(0, -2).float().square().sum(0, dtype=torch.float64)
+            if module is not mixture:
+                add_rows(places[module], inputs[0])
+                return
+            for sent in routed(module, *inputs):
+                first = places[module] + 2 * sent.number
+                add_rows(first, sent.states)
+                add_rows(first + 1, sent.activations)
 
-        hooks = [linear.register_forward_pre_hook(add_input) for linear in linears]
+        hooks = [module.register_forward_pre_hook(add_input) for module in places]
         try:
             yield lambda _before, _after: None
         finally:
             for hook in hooks:
                 hook.remove()
-        norms = [self._team.sum_(squares[linear]).sqrt() for linear in linears]
-        self._ratios.append(outlier_ratio([affine(linear).weight for linear in linears], norms, self._threshold, index))
+        norms = [self._team.sum_(square).sqrt() for square in squares]
+        self._ratios.append(outlier_ratio(weights, norms, self._threshold, index))
 
     def scores(self) -> Tensor:
         """See `Scorer.scores`."""

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .architectures import architecture_of
+from .architectures import Dimensions, architecture_of
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
 from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError, refused
@@ -63,8 +63,10 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
         return f"its blocks hold a buffer ('{hidden[0]}') that no file stores"
     wanted = model.state_dict()
     for name in required_tensors(model):
-        stored = _stored_name(name, files, model)
-        if stored is None or files[stored].shape != list(wanted[name].shape):
+        stored, shape = _stored_names(name, files, model), list(wanted[name].shape)
+        if len(stored) > 1:
+            shape = [shape[0] * shape[1] // len(stored), shape[2]]
+        if not stored or any(files[each].shape != shape for each in stored):
             return f"its shards store '{name}' under another name or shape"
     return None
 
@@ -105,6 +107,8 @@ class ShardBlocks:
         self._files, self.dtype, self.device = files, dtype, device
         self.model, self.layers = model, layers
         self.prefix = layers_prefix(self.model, self.layers)
+        self._architecture = architecture_of(model.config)
+        self._n_experts = Dimensions.of(self._architecture, model.config).n_experts
 
     def take(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.take`."""
@@ -179,14 +183,19 @@ class ShardBlocks:
         for name in list(module.state_dict()):  # buffers are among these, as the numbers of an activation
             path, _, key = name.rpartition(".")
             tensor = self._read(prefix + name)
-            tensor = tensor.to(device, self.dtype if tensor.is_floating_point() else tensor.dtype)
+            tensor = tensor.to(device, self._architecture.stored_dtype(name, tensor.dtype, self.dtype))
             own = nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
             setattr(module.get_submodule(path), key, own)
 
     def _read(self, name: str) -> Tensor:
-        stored = _stored_name(name, self._files, self.model)
-        assert stored is not None
-        return _read(self._files, stored)
+        stored = _stored_names(name, self._files, self.model)
+        if len(stored) == 1:
+            return _read(self._files, stored[0])
+        first = _read(self._files, stored[0])
+        fused = first.new_empty(len(stored), *first.shape)
+        for part, own in zip(fused, stored, strict=True):
+            part.copy_(_read(self._files, own))
+        return fused.view(self._n_experts, -1, first.shape[-1])
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -229,6 +238,19 @@ def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
     """
     candidates = [name, name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)]
     for module, file in architecture_of(model.config).file_names:
-        if name.startswith(module):
-            candidates.append(file + name.removeprefix(module))
+        if module in name:
+            candidates.append(name.replace(module, file, 1))
     return next((candidate for candidate in candidates if candidate in stored), None)
+
+
+def _stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
+    """Return the names under which shards hold a tensor: one; or, of fused experts, those of each, in order; or none."""
+    if (found := _stored_name(name, stored, model)) is not None:
+        return [found]
+    architecture = architecture_of(model.config)
+    block, _, key = name.partition(architecture.experts or name)
+    gate, up, down = architecture.expert_files
+    parts = {".gate_up_proj": (gate, up), ".down_proj": (down,)}.get(key, ())
+    numbers = range(Dimensions.of(architecture, model.config).n_experts)
+    names = [_stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts]
+    return [] if None in names else [each for each in names if each is not None]

@@ -82,8 +82,9 @@ class BlockCompressor:
         for modules in stages(ranks, self.source.architecture, self.source.dims, self.config) or [()]:
             if outcome is not None and self.source.architecture.adds_mlp:
                 # All but the MLP is final: what follows it must be what the written weights give.
-                mlp = (*self.source.architecture.up, self.source.architecture.down)
-                round_weights(block, output_dtype(self.config, self.source), besides=mlp)
+                architecture = self.source.architecture
+                mlp = (*architecture.up, architecture.down, architecture.experts)
+                round_weights(block, architecture, output_dtype(self.config, self.source), besides=mlp)
                 middle = Middle()
             moments = self._moments(modules, block)
             with self.watch.stage("moments"):
@@ -154,7 +155,7 @@ class BlockCompressor:
 
         down = source.architecture.down
         # All but the down projection is final: what it reads must be what the written weights give.
-        round_weights(block, output_dtype(self.config, source), besides=(down,))
+        round_weights(block, source.architecture, output_dtype(self.config, source), besides=(down,))
         needed = ["mlp", "mlp_target", "target_energy"]
         if source.architecture.projection(block, "down").bias is not None:
             needed += ["mlp_sum", "target_sum"]
@@ -221,7 +222,9 @@ class BlockCompressor:
             unknown = [None] * len(dense.hidden)
             known = zip(weights or unknown, dense.hidden, unknown if normed is None else normed.rms, strict=True)
             weights = (weighed_by_norm(*each) for each in known)
-        idle = [architecture.down] if architecture.down else []
+        known = dict(block.named_modules())
+        mlps = (architecture.down, architecture.experts, architecture.shared_down)
+        idle = [path for path in mlps if path and path in known]
         if "mlp" not in modules:
             idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
         with ExitStack() as stack:

@@ -12,12 +12,14 @@ from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture
 from .config import NAMES
 from .errors import InputError
 from .modeling_modegpt import decoder_layers
-from .preparation import cached_numbers, layer_sizes
+from .preparation import EXPERT_STEP, cached_numbers, layer_sizes
 from .ranks import LayerSizes
 from .shards import skeleton
 
 GUIDE = "docs/adding-an-architecture.md"
 UNITS = {"mlp": "neurons", "qk": "coordinates a head", "vo": "coordinates a head"}
+NOTES = {2: ", in pairs", EXPERT_STEP: f" an expert, in multiples of {EXPERT_STEP}"}
+"""On ranks of such steps."""
 CACHE_BYTES = 2
 """Of a cached number in bfloat16 or float16."""
 
@@ -56,7 +58,7 @@ def facts(config: PreTrainedConfig, architecture: Architecture, sparsity: float)
         **_attention(config, architecture, dims, blocks, sizes),
         "projections": _projections(architecture, blocks[0]),
         "attention window": _window(config, dims),
-        **{f"{NAMES[module]} ranks": _rank(module, sizes, architecture, ranks, sparsity) for module in NAMES},
+        **{f"{NAMES[module]} ranks": _rank(module, sizes, ranks, sparsity) for module in NAMES},
         "removable": _removable(sizes, ranks, sparsity),
         "KV cache": _cache(cached_numbers(blocks, architecture, dims, ranks), sparsity),
     }
@@ -93,6 +95,8 @@ def _projections(architecture: Architecture, block: Any) -> str:
         told.append(f"query, key and value are fused in {architecture.query} ({order}), which is cut in place")
     if len(architecture.up) > len(set(architecture.up)):
         told.append(f"gate and up are fused in {architecture.up[0]}, which is cut in place")
+    if architecture.experts:
+        told.append(f"gate and up of all experts are fused in {architecture.experts}, which is cut in place")
     biased = [role for role in architecture.roles if architecture.projection(block, role).bias is not None]
     if architecture.down and architecture.projection(block, "down").bias is not None:
         biased.append("MLP")
@@ -135,22 +139,22 @@ def _window(config: Any, dims: Dimensions) -> str:
 def _rank(
     module: str,
     sizes: list[LayerSizes],
-    architecture: Architecture,
     ranks: list[dict[str, int]],
     sparsity: float,
 ) -> str:
-    if module not in sizes[0].whole:
-        first: dict[int, int] = {}  # by the step of its kind of layer
-        for size, rank in zip(sizes, ranks, strict=True):
+    first: dict[int, int] = {}  # by the step of its kind of layer
+    whole = [size for size in sizes if module in size.whole]
+    for size, rank in zip(sizes, ranks, strict=True):
+        if module not in size.whole:
             first.setdefault(size.step[module], rank[module])
-        return "; in the other layers ".join(
-            f"{step} to {sizes[0].full[module]:,} {UNITS[module]}{', in pairs' if step == 2 else ''}; "
-            f"{rank:,} at sparsity {sparsity:g}"
-            for step, rank in first.items()
-        )
-    if module == "mlp":
-        return f"stays whole: its experts ({architecture.whole_mlp}) have no common rank"
-    return f"stays whole: {why_whole(module, sizes[0])}"
+    told = [
+        f"{step} to {sizes[0].full[module]:,} {UNITS[module]}{NOTES.get(step, '')}; {rank:,} at sparsity {sparsity:g}"
+        for step, rank in first.items()
+    ]
+    if whole:
+        where = f"in {len(whole)} of {len(sizes)} layers " if told else ""
+        return "; ".join([*told, f"stays whole {where}({why_whole(module, whole[0])})"])
+    return "; in the other layers ".join(told)
 
 
 def _removable(sizes: list[LayerSizes], ranks: list[dict[str, int]], sparsity: float) -> str:

@@ -16,6 +16,7 @@ from .errors import NumericalError
 from .modeling_modegpt import shrink_block, shrink_mlp
 from .moments import BlockMoments
 from .solvers import SOLVERS, Solver, split_rank
+from .solvers.experts import decide as decide_experts
 from .solvers.mlp import towards
 
 
@@ -62,6 +63,10 @@ def needed_moments(
     names: list[str] = []
     dims = architecture.block_dims(block, dims)
     for module in modules:
+        if module == "mlp" and architecture.experts:
+            assert solver_of(module, config).needs(dims, False) == ("mlp",)
+            names.append("experts")
+            continue
         refitted = {"mlp": "down", "qk": "key", "vo": "output"}[module]
         has_bias = architecture.projection(block, refitted).bias is not None
         names += solver_of(module, config).needs(dims, has_bias)
@@ -111,7 +116,9 @@ def compress_block(
             continue
         solver = solver_of(module, config)
         try:
-            if module == "mlp" and ahead is not None and solver.ahead is not None:
+            if module == "mlp" and weights.experts:
+                decision = decide_experts(solver, weights, dims, moments, ranks[module], config)
+            elif module == "mlp" and ahead is not None and solver.ahead is not None:
                 decision = solver.ahead(weights, dims, ahead, ranks[module], config)
             else:
                 decision = solver.decide(weights, dims, moments, ranks[module], config)
@@ -132,7 +139,7 @@ def compress_block(
         layer = {**before.layer, "mlp_width": sizes["mlp"]}
         shrink_mlp(block, architecture.describe(), sizes["mlp"])
     dense.narrowed(layer).write(block, weights)
-    if not all(all_finite(module.weight) for module in architecture.linears(block)):
+    if not all(all_finite(weight) for module in architecture.narrowed(block) for weight in module.parameters()):
         raise NumericalError(f"layer {index}: the decomposition produced NaN or infinity")
     if before is None and layer["rope_pairs"]:
         rope_index = block.get_submodule(architecture.attention).get_buffer("rope_index")
@@ -171,21 +178,24 @@ def refit_down(
 
 
 @torch.no_grad()
-def round_weights(block: nn.Module, dtype: torch.dtype, besides: Sequence[str] = ()) -> None:
+def round_weights(
+    block: nn.Module, architecture: Architecture, dtype: torch.dtype, besides: Sequence[str] = ()
+) -> None:
     """Round a block's tensors to their final dtype, but for those of the modules `besides`; each stays in its own.
 
     What follows must be calibrated on what the written weights produce, and so that a resumed run sees the same.
     """
     for name, tensor in block.state_dict().items():
-        if tensor.is_floating_point() and tensor.dtype != dtype and name.rpartition(".")[0] not in besides:
-            tensor.copy_(tensor.to(dtype))
+        final = architecture.stored_dtype(name, tensor.dtype, dtype)
+        if tensor.dtype != final and name.rpartition(".")[0] not in besides:
+            tensor.copy_(tensor.to(final))
 
 
 @torch.no_grad()
-def rounded_tensors(block: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+def rounded_tensors(block: nn.Module, architecture: Architecture, dtype: torch.dtype) -> dict[str, Tensor]:
     """Round the block to its final dtype, and return its tensors in it."""
-    round_weights(block, dtype)
+    round_weights(block, architecture, dtype)
     return {
-        name: tensor.to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        name: tensor.to("cpu", architecture.stored_dtype(name, tensor.dtype, dtype), copy=True)
         for name, tensor in block.state_dict().items()
     }

@@ -12,6 +12,8 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     CwmConfig,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
@@ -21,10 +23,12 @@ from transformers import (
     Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
@@ -40,13 +44,18 @@ from transformers import (
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
@@ -55,6 +64,7 @@ from transformers import (
 )
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
+from modegpt.preparation import EXPERT_STEP
 from modegpt.tiny import random_model
 
 VOCAB = 101
@@ -103,11 +113,36 @@ CAPPED: dict[str, Any] = {
 STATES = 1e-4
 """Linear attention and Mamba compute in float32, chunk by chunk or token by token: 1e-5 of logits between 3 and 10,
 which a state that was lost would change by their own size."""
+ROUTED = 1e-5
+"""Where the router computes in float32, in a float64 model too: its shares round at 6e-8, and the logits are near 10. A
+token that was sent elsewhere would change them by their own size."""
 MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.25,
     "embedding_multiplier": 2.0,
     "logits_scaling": 2.0,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 40, "num_experts": 3, "num_experts_per_tok": 2}
+GROUPED_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+LINEAR_EXPERTS: dict[str, Any] = {
+    **NO_WIDTH,
+    **GROUPED,
+    **EXPERTS,
+    "head_dim": 16,
+    "shared_expert_intermediate_size": 24,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
 }
 GRANITE_4: dict[str, Any] = {
     **SIZES,
@@ -135,6 +170,13 @@ class Family:
     stepwise: float = 1e-11
     """Allowed difference, in float64 as well, of logits read at once and piece by piece."""
 
+    whole_mlps: int = 0
+    """First layers whose MLP is not one of experts, and stays whole."""
+
+    def whole_in(self, layer: int) -> set[str]:
+        """Return the modules that one layer keeps at their full rank."""
+        return {*self.whole, *(["mlp"] if layer < self.whole_mlps else [])}
+
     @property
     def n_attentions(self) -> int:
         """Layers with attention."""
@@ -157,18 +199,18 @@ class Family:
         """Return ranks that differ by layer and module: qk above vo and below it, and modules left whole."""
         dims = self.dims
         shares = [(0.65, 0.75, 0.375), (0.5, 0.375, 0.625), (1.0, 1.0, 0.25)]
-        step = 2 if dims.rotary_dim else 1
+        step, grain = 2 if dims.rotary_dim else 1, EXPERT_STEP if dims.n_experts else 1
         ranks = [
             {
-                "mlp": round(mlp * dims.d_int),
+                "mlp": round(mlp * dims.d_int / grain) * grain,
                 "qk": -(-round(qk * dims.d_head) // step) * step,
                 "vo": round(vo * dims.d_head),
             }
             for mlp, qk, vo in shares
         ]
         return [
-            {**rank, **{module: full[module] for module in self.whole}}
-            for rank, full in zip(ranks, self.full_ranks(), strict=True)
+            {**rank, **{module: full[module] for module in self.whole_in(layer)}}
+            for layer, (rank, full) in enumerate(zip(ranks, self.full_ranks(), strict=True))
         ]
 
     def full_ranks(self) -> list[dict[str, int]]:
@@ -271,7 +313,67 @@ FAMILIES = [
     Family(
         "mixtral",
         lambda: MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=WINDOW),
-        whole=("mlp",),
+    ),
+    Family("qwen2_moe", lambda: Qwen2MoeConfig(**SIZES, **GROUPED, **EXPERTS, shared_expert_intermediate_size=24)),
+    Family("qwen3_moe", lambda: Qwen3MoeConfig(**SIZES, **GROUPED, **EXPERTS, head_dim=16), whole=("qk",)),
+    Family(
+        "olmoe",
+        lambda: OlmoeConfig(**SIZES, **GROUPED, num_experts=3, num_experts_per_tok=2),
+        whole=("qk",),
+    ),
+    Family(
+        "granitemoe",
+        lambda: GraniteMoeConfig(**SIZES, **GROUPED, **MULTIPLIERS, num_local_experts=3, num_experts_per_tok=2),
+    ),
+    Family(
+        "glm4_moe",
+        lambda: Glm4MoeConfig(
+            **SIZES, **GROUPED, **GROUPED_EXPERTS, head_dim=16, rope_parameters=HALF_ROTARY, attention_bias=True
+        ),
+        whole_mlps=1,
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
+    Family(
+        "glm4_moe-norm",
+        lambda: Glm4MoeConfig(**SIZES, **GROUPED, **GROUPED_EXPERTS, head_dim=16, use_qk_norm=True),
+        whole=("qk",),
+        whole_mlps=1,
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
+    Family(
+        "ernie4_5_moe",
+        lambda: Ernie4_5_MoeConfig(
+            **SIZES,
+            **GROUPED,
+            moe_intermediate_size=40,
+            moe_num_experts=3,
+            moe_k=2,
+            moe_num_shared_experts=1,
+            use_bias=True,
+        ),
+        same_bits=False,
+        whole_mlps=1,
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
+    Family(
+        "deepseek_v3",
+        lambda: DeepseekV3Config(
+            **SIZES,
+            **GROUPED_EXPERTS,
+            num_key_value_heads=4,
+            kv_lora_rank=16,
+            q_lora_rank=24,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=12,
+        ),
+        whole=("qk", "vo"),
+        whole_mlps=1,
+        exact=ROUTED,
+        stepwise=ROUTED,
     ),
     Family(
         "ministral",
@@ -429,6 +531,8 @@ FAMILIES = [
         whole=("qk", "vo"),
         stepwise=STATES,
     ),
+    Family("qwen3_5_moe_text", lambda: Qwen3_5MoeTextConfig(**LINEAR_EXPERTS), whole=("qk", "vo"), stepwise=STATES),
+    Family("qwen3_next", lambda: Qwen3NextConfig(**LINEAR_EXPERTS), whole=("qk", "vo"), stepwise=STATES),
     Family(
         "granitemoehybrid",
         lambda: GraniteMoeHybridConfig(

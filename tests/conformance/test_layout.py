@@ -15,12 +15,14 @@ from .conftest import Pair
 
 
 def first_block(pair: Pair):
-    return copy.deepcopy(decoder_layers(pair.dense, pair.family.architecture.describe())[0])
+    """Return a copy of the first block, but for those whose MLP has no rank."""
+    return copy.deepcopy(decoder_layers(pair.dense, pair.family.architecture.describe())[pair.family.whole_mlps])
 
 
 def flat(weights: BlockWeights) -> list[torch.Tensor]:
     affines = [weights.query, weights.key, weights.value, weights.output, *weights.ups]
     affines += [] if weights.down is None else [weights.down]
+    affines += [affine for expert in weights.experts for affine in (*expert.ups, expert.down)]
     return [tensor for affine in affines for tensor in affine if tensor is not None] + list(weights.norms)
 
 
@@ -46,7 +48,7 @@ def test_what_is_read_can_be_written_back(pair: Pair):
         first_block(pair),
     )
     with torch.no_grad():
-        for module in pair.family.architecture.linears(zeroed):
+        for module in pair.family.architecture.narrowed(zeroed):
             for parameter in module.parameters():
                 parameter.zero_()
     layout.write(zeroed, layout.read(block))
@@ -56,7 +58,7 @@ def test_what_is_read_can_be_written_back(pair: Pair):
 def test_every_stored_number_is_read_once(pair: Pair):
     layout, block = Layout.dense(pair.family.architecture, pair.family.dims), first_block(pair)
     read = torch.cat([tensor.flatten() for tensor in flat(layout.read(block))]).sort().values
-    modules = pair.family.architecture.linears(block)
+    modules = pair.family.architecture.narrowed(block)
     modules += pair.family.architecture.norms(block) if pair.family.architecture.interleaved else []
     stored = torch.cat([parameter.flatten() for module in modules for parameter in module.parameters()]).sort().values
     assert torch.equal(read, stored)

@@ -8,15 +8,16 @@ from .apertus import APERTUS
 from .arcee import ARCEE
 from .cohere import COHERE, COHERE2
 from .cwm import CWM
-from .ernie import ERNIE4_5
+from .deepseek import DEEPSEEK_V3
+from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .falcon import FALCON
 from .falcon_h1 import FALCON_H1
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
-from .glm import GLM, GLM4
+from .glm import GLM, GLM4, GLM4_MOE
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
-from .granite import GRANITE, GRANITE_HYBRID
+from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE
 from .hyperclovax import HYPERCLOVAX
@@ -26,12 +27,12 @@ from .llama import LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
 from .nemotron import NEMOTRON
-from .olmo import OLMO, OLMO2, OLMO3
+from .olmo import OLMO, OLMO2, OLMO3, OLMOE
 from .opt import OPT
 from .phi import PHI, PHI3
-from .qwen2 import QWEN2
-from .qwen3 import QWEN3
-from .qwen3_5 import QWEN3_5_TEXT
+from .qwen2 import QWEN2, QWEN2_MOE
+from .qwen3 import QWEN3, QWEN3_MOE
+from .qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .spec import Architecture, Dimensions
@@ -47,8 +48,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         MINISTRAL,
         MINISTRAL3,
         QWEN2,
+        QWEN2_MOE,
         QWEN3,
+        QWEN3_MOE,
         QWEN3_5_TEXT,
+        QWEN3_5_MOE_TEXT,
+        QWEN3_NEXT,
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,
@@ -57,8 +62,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         OLMO,
         OLMO2,
         OLMO3,
+        OLMOE,
         STABLELM,
         GRANITE,
+        GRANITE_MOE,
         GRANITE_HYBRID,
         PHI,
         PHI3,
@@ -71,7 +78,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         COHERE2,
         GLM,
         GLM4,
+        GLM4_MOE,
         ERNIE4_5,
+        ERNIE4_5_MOE,
         NEMOTRON,
         ARCEE,
         APERTUS,
@@ -84,6 +93,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         CWM,
         LFM2,
         MIXTRAL,
+        DEEPSEEK_V3,
         STARCODER2,
     )
 }

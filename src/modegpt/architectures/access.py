@@ -30,6 +30,15 @@ class Affine(NamedTuple):
         return Affine(self.weight[kept], None if self.bias is None else self.bias[kept])
 
 
+class Expert(NamedTuple):
+    """The weights of one expert of a mixture, which has no biases."""
+
+    ups: tuple[Affine, Affine]
+    """Its gate and its up projection, each `(d_int, d_model)`."""
+    down: Affine
+    """`(d_model, d_int)`."""
+
+
 NOTHING = Affine(torch.empty(0, 0), None)
 """In place of the projections of an attention that stays whole."""
 
@@ -47,9 +56,11 @@ class BlockWeights:
     output: Affine
     """`(d_model, n_heads·d_head)`."""
     ups: tuple[Affine, ...]
-    """Every map into the MLP's intermediate space, each `(d_int, d_model)`; none where the MLP stays whole."""
+    """Every map into the MLP's intermediate space, each `(d_int, d_model)`; none of a mixture of experts."""
     down: Affine | None
-    """`(d_model, d_int)`; None where the MLP stays whole."""
+    """`(d_model, d_int)`; None of a mixture of experts."""
+    experts: tuple[Expert, ...] = ()
+    """Those of a mixture."""
     mlp_gain: Tensor | None = None
     """`(d_model,)` what the norm of the MLP's output multiplies it by, after the division by its RMS; None without."""
     norms: tuple[Tensor, ...] = ()
@@ -113,7 +124,15 @@ class Layout:
         gain = None
         if down is not None and architecture.mlp_norm:
             gain = block.get_submodule(architecture.mlp_norm)(down.weight.new_ones(len(down.weight)))
-        return BlockWeights(**heads, output=output, ups=ups, down=down, mlp_gain=gain, norms=self._norms(block))
+        return BlockWeights(
+            **heads,
+            output=output,
+            ups=ups,
+            down=down,
+            experts=self.experts(block),
+            mlp_gain=gain,
+            norms=self._norms(block),
+        )
 
     @torch.no_grad()
     def write(self, block: nn.Module, weights: BlockWeights) -> None:
@@ -127,6 +146,9 @@ class Layout:
             _copy(up, module, rows)
         if weights.down is not None:
             _copy(weights.down, architecture.projection(block, "down"), slice(None))
+        for new, old in zip(weights.experts, self.experts(block), strict=True):
+            for source, target in zip((*new.ups, new.down), (*old.ups, old.down), strict=True):
+                target.weight.copy_(source.weight)
         if self.architecture.interleaved:
             for norm, gain in zip(architecture.norms(block), weights.norms, strict=True):
                 norm.weight[..., self._coordinates()] = gain
@@ -152,6 +174,17 @@ class Layout:
             (block.get_submodule(name), slice(width * place, width * (place + 1)))
             for name, place in zip(names, before, strict=True)
         ]
+
+    def experts(self, block: nn.Module) -> tuple[Expert, ...]:
+        """Return views of the weights of each expert; none where the block has no experts."""
+        mixture = self.architecture.mixture(block)
+        if mixture is None:
+            return ()
+        pairs = zip(mixture.gate_up_proj, mixture.down_proj, strict=True)
+        return tuple(
+            Expert((Affine(up[: self.mlp_width], None), Affine(up[self.mlp_width :], None)), Affine(down, None))
+            for up, down in pairs
+        )
 
 
 def affine(module: Any) -> Affine:

@@ -1,4 +1,4 @@
-"""GLM 4 (9B, of 2024) and GLM 4 0414."""
+"""GLM 4 (9B, of 2024), GLM 4 0414, and GLM 4.5 to 4.7."""
 
 from dataclasses import replace
 
@@ -19,4 +19,22 @@ GLM4 = replace(
     name="Glm4",
     mlp_norm="post_mlp_layernorm",
     notes="GLM 4 and Z1 0414; as `glm`, with norms before and after each module",
+)
+
+GLM4_MOE = Architecture(
+    model_type="glm4_moe",
+    name="Glm4Moe",
+    up=(),
+    down="",
+    experts="mlp.experts",
+    n_experts="n_routed_experts",
+    shared_down="mlp.shared_experts.down_proj",
+    width="moe_intermediate_size",
+    partial_rotary=True,
+    query_norm="q_norm",
+    key_norm="k_norm",
+    buffers=("mlp.gate.e_score_correction_bias",),
+    float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+    notes="GLM 4.5 to 4.7, Air among them; the MLPs of the first layers and the shared experts stay whole, and so does "
+    "query-key where `use_qk_norm` says so",
 )

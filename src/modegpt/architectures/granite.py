@@ -1,4 +1,4 @@
-"""Granite 3 (dense) and Granite 4 without experts."""
+"""Granite 3, and Granite 4 without experts."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +11,22 @@ GRANITE = Architecture(
     name="Granite",
     mlp_factor="residual_multiplier",
     notes="Granite 3, dense; attention, residual and embedding multipliers",
+)
+
+GRANITE_MOE = replace(
+    GRANITE,
+    model_type="granitemoe",
+    name="GraniteMoe",
+    up=(),
+    down="",
+    experts="block_sparse_moe.experts",
+    n_experts="num_local_experts",
+    file_names=(
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+        (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
+    ),
+    notes="Granite 3 with experts, 1B-A400M and 3B-A800M; multipliers as above",
 )
 
 

@@ -7,6 +7,13 @@ MIXTRAL = Architecture(
     name="Mixtral",
     up=(),
     down="",
-    whole_mlp="mlp.experts",
-    notes="Mixtral 8x7B and 8x22B; the attention alone, which is a few per cent of a block: the experts stay whole",
+    experts="mlp.experts",
+    n_experts="num_local_experts",
+    expert_files=(
+        "block_sparse_moe.experts.{}.w1",
+        "block_sparse_moe.experts.{}.w3",
+        "block_sparse_moe.experts.{}.w2",
+    ),
+    file_names=((".mlp.gate.", ".block_sparse_moe.gate."),),
+    notes="Mixtral 8x7B and 8x22B; attention and every expert are cut",
 )

@@ -1,4 +1,4 @@
-"""OLMo 1, 2 and 3."""
+"""OLMo 1, 2 and 3, and OLMoE."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,7 +9,7 @@ from .spec import Architecture
 
 @dataclass(frozen=True)
 class OlmoArchitecture(Architecture):
-    """OLMo 1, whose config can clip queries, keys and values."""
+    """OLMo 1 and OLMoE, whose config can clip queries, keys and values."""
 
     def resolve(self, config: Any) -> Architecture:
         """Refuse clipping, which does not commute with a change of the basis."""
@@ -38,6 +38,18 @@ OLMO2 = Architecture(
     norm_input="flat",
     notes="OLMo 2; norms after each module; one norm over all query heads, one over all key heads: "
     "query-key stays whole",
+)
+
+OLMOE = OlmoArchitecture(
+    model_type="olmoe",
+    name="Olmoe",
+    up=(),
+    down="",
+    experts="mlp.experts",
+    query_norm="q_norm",
+    key_norm="k_norm",
+    norm_input="flat",
+    notes="OLMoE; one norm over all query heads, one over all key heads: query-key stays whole",
 )
 
 OLMO3 = replace(

@@ -1,4 +1,6 @@
-"""Qwen 3 (dense)."""
+"""Qwen 3."""
+
+from dataclasses import replace
 
 from .spec import Architecture
 
@@ -8,4 +10,15 @@ QWEN3 = Architecture(
     query_norm="q_norm",
     key_norm="k_norm",
     notes="Qwen 3, dense; norms on each query and key head: query-key stays whole",
+)
+
+QWEN3_MOE = replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    name="Qwen3Moe",
+    up=(),
+    down="",
+    experts="mlp.experts",
+    width="moe_intermediate_size",
+    notes="Qwen 3 with experts, 30B-A3B and 235B-A22B; query-key stays whole",
 )

@@ -48,8 +48,22 @@ class Architecture:
     two, the first opens the gate and the second is multiplied by it."""
     down: str = "mlp.down_proj"
     """The projection out of it."""
-    whole_mlp: str = ""
-    """An MLP that has no rank (a mixture of experts), from the block; `up` and `down` are then empty."""
+    experts: str = ""
+    """The experts of a mixture, from the block, one narrow MLP each, fused as `(experts, 2·d_int, d_model)` `gate_up_proj`
+    and `(experts, d_model, d_int)` `down_proj`; `up` and `down` are then empty. A block may be without: its MLP stays
+    whole."""
+    n_experts: str = "num_experts"
+    """The config's name for their number."""
+    shared_down: str = ""
+    """Of an MLP beside the experts that all tokens pass, and that stays whole: the projection out of it, from the
+    block."""
+    expert_files: tuple[str, str, str] = (
+        "mlp.experts.{}.gate_proj",
+        "mlp.experts.{}.up_proj",
+        "mlp.experts.{}.down_proj",
+    )
+    """What checkpoint files, which hold each expert apart, call the gate, up and down projections of one by its number,
+    from the block."""
     query_norm: str = ""
     key_norm: str = ""
     """Norms of queries and keys, from the attention module; a block without such a module has none."""
@@ -101,9 +115,11 @@ class Architecture:
     start_token: bool = False
     """Whether every window of a text must begin with the tokenizer's `bos` token, without which the model is lost."""
     file_names: tuple[tuple[str, str], ...] = ()
-    """Where checkpoint files name tensors otherwise than the modules do: a module's name, and that in the files."""
+    """Where checkpoint files name tensors otherwise than the modules do: a part of the name, and that in the files."""
     buffers: tuple[str, ...] = ()
     """Tensors of a block in the files that are no parameters, from the block."""
+    float32: tuple[str, ...] = ()
+    """Ends of the names of a block's tensors that stay in float32 whatever the model's dtype."""
     notes: str = ""
     """One line for the table of supported architectures."""
 
@@ -163,6 +179,21 @@ class Architecture:
         paths = ([self.down] if self.down else []) + list(self.up)
         return list(dict.fromkeys(roles + [block.get_submodule(path) for path in paths]))
 
+    def stored_dtype(self, name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a block's tensor in a model of `dtype`; `own` is what it is in now."""
+        if not own.is_floating_point:
+            return own
+        return torch.float32 if name.endswith(self.float32) else dtype
+
+    def mixture(self, block: nn.Module) -> Any:
+        """Return the module of a block's experts; None where it has none."""
+        return dict(block.named_modules()).get(self.experts) if self.experts else None
+
+    def narrowed(self, block: nn.Module) -> list[Any]:
+        """Return every module of a block whose weights have a rank, each once: linear ones, and experts."""
+        mixture = self.mixture(block)
+        return self.linears(block) + ([] if mixture is None else [mixture])
+
     def rank_costs(self, dims: "Dimensions", has_bias: Callable[[str], bool]) -> dict[str, int]:
         """Return the parameters that one unit of rank holds, by module; 0 for what has no rank.
 
@@ -175,6 +206,8 @@ class Architecture:
             return dims.d_model + has_bias(path)
 
         mlp = sum(inputs(path) for path in self.up) + (dims.d_model if self.down else 0)
+        if self.experts:
+            mlp = 3 * dims.n_experts * dims.d_model
         if self.whole_attention:
             return {"mlp": mlp, "qk": 0, "vo": 0}
         query, key, value = (f"{self.attention}.{name}" for name in (self.query, self.key, self.value))
@@ -230,6 +263,7 @@ DESCRIBED = ("name", "layers", "attention", "query", "key", "value", "output", "
 DESCRIBED_IF_SET = (
     "causal_lm",
     "whole_attention",
+    "experts",
     "by_group",
     "query_norm",
     "key_norm",
@@ -258,6 +292,8 @@ class Dimensions:
     n_kv_heads: int
     rotary_dim: int
     """Leading coordinates of a head under the rotary embedding; 0 where there is none."""
+    n_experts: int = 0
+    """Experts of a layer, of width `d_int` each; 0 where an MLP is one."""
 
     @property
     def full_ranks(self) -> dict[str, int]:
@@ -283,4 +319,5 @@ class Dimensions:
             n_heads=n_heads,
             n_kv_heads=n_kv_heads or n_heads,
             rotary_dim=rotary_dim,
+            n_experts=getattr(config, architecture.n_experts) if architecture.experts else 0,
         )
