@@ -30,14 +30,22 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "max_position_embeddings": 128,
 }
+LINEAR: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 MORE: dict[str, dict[str, Any]] = {
     "Gemma4": {"hidden_size_per_layer_input": 0},
-    "Qwen3_5": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+    "Qwen3_5": LINEAR,
+    "Qwen3_5Moe": {
+        **LINEAR,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 16,
     },
 }
 """What the language models of some need beside."""
@@ -62,6 +70,7 @@ CASES = [
     ("Idefics3", "LlamaConfig", None),
     ("Gemma4", "Gemma4TextConfig", None),
     ("Qwen3_5", "Qwen3_5TextConfig", None),
+    ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", None),
 ]
 """The outer family, the config of its language model, and that of its tower where it takes a config of any kind."""
 TOKENS = torch.randint(384, (8, 32), generator=torch.Generator().manual_seed(0))

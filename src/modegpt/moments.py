@@ -46,11 +46,12 @@ SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
 rotary embedding, biases included, `u` is the context, the input of the output projection, and `y` is what the MLP would
 have to put out for the block's output to be the dense model's, or, where a norm follows it, what the dense one does put
 out. Over all tokens, each times its weight: `mlp = Σ z zᵀ`, `mlp_sum = Σ z`, `mlp_target = Σ z yᵀ`, `target_sum = Σ y`,
-`target_energy = Σ ‖y‖²`, of each expert `experts = Σ g² z zᵀ` with its share `g` in a token, and over all heads `context = Σ u uᵀ`, `context_sum = Σ u`. Over all tokens alike, by head:
-`query = Σ q²`, `key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and
-`logits`, the covariance of the coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP,
-`gate = Σ a aᵀ` over every `GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. Where only every so manieth token is
-counted, `mlp_energy = Σ z²` is still over all of them. What the logits feel of neurons, `fisher`, is added by
+`target_energy = Σ ‖y‖²`, over all heads `context = Σ u uᵀ`, `context_sum = Σ u`, and of each expert, over the tokens
+sent to it, with its shares `g` in them, `experts = Σ g² z zᵀ`. Over all tokens alike, by head: `query = Σ q²`,
+`key = Σ k²`, `query_moment = Σ q qᵀ`, `key_moment = Σ k kᵀ`, `key_sum = Σ k`, `value = Σ v vᵀ`; and `logits`, the
+covariance of the coordinates' shares in the attention logits (`decompose.logits`). Of a gated MLP, `gate = Σ a aᵀ` over
+every `GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. Where only every so manieth token is counted,
+`mlp_energy = Σ z²` is still over all of them. What the logits feel of neurons, `fisher`, is added by
 `FisherProbe.record`."""
 
 GATES_EVERY = 4

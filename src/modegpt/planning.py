@@ -75,12 +75,12 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
 
-    Memory: one block, the moment of its MLP, or of each of its experts, and two working copies of one in float64, one of
-    the gates in float32, the embeddings, the hidden states. Time: two passes over the blocks, through the experts that a
-    token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves of a
-    pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored) rate,
-    `3·d_int³` a layer or expert at the float64 rate. Attention scores and disk are left out, so read it as the right
-    order, not as a promise.
+    Memory: one block, the moment of its MLP, or of each of its experts, and two working copies of one in float64, one
+    of the gates in float32, the embeddings, the hidden states. Time: two passes over the blocks, through the experts
+    that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
+    of a pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored)
+    rate, `3·d_int³` a layer or expert at the float64 rate. Attention scores and disk are left out, so read it as the
+    right order, not as a promise.
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len

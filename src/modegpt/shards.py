@@ -244,7 +244,7 @@ def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
 
 
 def _stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
-    """Return the names under which shards hold a tensor: one; or, of fused experts, those of each, in order; or none."""
+    """Return the names under which shards hold a tensor: one; of fused experts those of each, in order; or none."""
     if (found := _stored_name(name, stored, model)) is not None:
         return [found]
     architecture = architecture_of(model.config)

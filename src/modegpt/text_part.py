@@ -18,8 +18,19 @@ MULTIMODAL = (
     "smolvlm",
     "idefics3",
     "qwen3_5",
+    "qwen3_5_moe",
 )
-LANGUAGE_MODELS = ("gemma3_text", "gemma4_text", "llama", "ministral3", "mistral", "qwen2", "qwen3", "qwen3_5_text")
+LANGUAGE_MODELS = (
+    "gemma3_text",
+    "gemma4_text",
+    "llama",
+    "ministral3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+)
 """Model types that are opened, and of the language models in them: on text alone a model of the one type gives the very
 logits of the other's causal language model. It would not with Cohere's or Granite's in it, whose scale of the logits
 multimodal models leave out."""

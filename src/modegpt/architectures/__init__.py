@@ -8,13 +8,14 @@ from .apertus import APERTUS
 from .arcee import ARCEE
 from .cohere import COHERE, COHERE2
 from .cwm import CWM
-from .deepseek import DEEPSEEK_V3
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone4 import EXAONE4
 from .falcon import FALCON
 from .falcon_h1 import FALCON_H1
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
-from .glm import GLM, GLM4, GLM4_MOE
+from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
@@ -22,7 +23,7 @@ from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE
 from .hyperclovax import HYPERCLOVAX
 from .jais2 import JAIS2
-from .lfm2 import LFM2
+from .lfm2 import LFM2, LFM2_MOE
 from .llama import LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MIXTRAL
@@ -79,6 +80,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         GLM,
         GLM4,
         GLM4_MOE,
+        GLM4_MOE_LITE,
         ERNIE4_5,
         ERNIE4_5_MOE,
         NEMOTRON,
@@ -92,8 +94,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         JAIS2,
         CWM,
         LFM2,
+        LFM2_MOE,
         MIXTRAL,
+        DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DOTS1,
         STARCODER2,
     )
 }

@@ -1,10 +1,12 @@
-"""DeepSeek V3."""
+"""DeepSeek V2 and V3."""
+
+from dataclasses import replace
 
 from .spec import Architecture
 
-DEEPSEEK_V3 = Architecture(
-    model_type="deepseek_v3",
-    name="DeepseekV3",
+DEEPSEEK_V2 = Architecture(
+    model_type="deepseek_v2",
+    name="DeepseekV2",
     up=(),
     down="",
     experts="mlp.experts",
@@ -13,8 +15,17 @@ DEEPSEEK_V3 = Architecture(
     width="moe_intermediate_size",
     # Its keys and values come from one narrow latent, which is what the cache holds: there is no head to narrow.
     whole_attention=True,
+    key="kv_a_proj_with_mqa",
+    float32=("mlp.gate.weight",),
+    notes="DeepSeek V2 and V2 Lite; the experts alone: latent attention, the MLPs of the first layers and the shared "
+    "experts stay whole",
+)
+
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    model_type="deepseek_v3",
+    name="DeepseekV3",
     buffers=("mlp.gate.e_score_correction_bias",),
     float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
-    notes="DeepSeek V3, R1 and Kimi K2 in 16 bits; the experts alone: latent attention, the MLPs of the first layers and "
-    "the shared experts stay whole",
+    notes="DeepSeek V3 and R1 in 16 bits; as `deepseek_v2`",
 )

@@ -23,6 +23,6 @@ ERNIE4_5_MOE = replace(
     width="moe_intermediate_size",
     file_names=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),
     float32=("mlp.gate.weight", "mlp.gate.moe_statics.e_score_correction_bias"),
-    notes="ERNIE 4.5 21B-A3B and 300B-A47B; interleaved rotary pairs; the MLPs of layers without experts and the shared "
-    "experts stay whole",
+    notes="ERNIE 4.5 21B-A3B and 300B-A47B; interleaved rotary pairs; the MLPs of layers without experts and the "
+    "shared experts stay whole",
 )

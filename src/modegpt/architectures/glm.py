@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from .deepseek import DEEPSEEK_V3
 from .spec import Architecture
 
 GLM = Architecture(
@@ -37,4 +38,11 @@ GLM4_MOE = Architecture(
     float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
     notes="GLM 4.5 to 4.7, Air among them; the MLPs of the first layers and the shared experts stay whole, and so does "
     "query-key where `use_qk_norm` says so",
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    name="Glm4MoeLite",
+    notes="GLM 4.7 Flash; as `deepseek_v2`",
 )

@@ -31,3 +31,18 @@ LFM2 = Lfm2Architecture(
     mixers=("conv",),
     notes="LFM2 350M to 2.6B; the MLPs alone: convolutions, and the attention of the other layers, stay whole",
 )
+
+LFM2_MOE = Architecture(
+    model_type="lfm2_moe",
+    name="Lfm2Moe",
+    up=(),
+    down="",
+    experts="feed_forward.experts",
+    width="moe_intermediate_size",
+    expert_files=("feed_forward.experts.{}.w1", "feed_forward.experts.{}.w3", "feed_forward.experts.{}.w2"),
+    middle="ffn_norm",
+    whole_attention=True,
+    mixers=("conv",),
+    buffers=("feed_forward.expert_bias",),
+    notes="LFM2 8B-A1B; the experts alone: convolutions, attention and the MLPs of the first layers stay whole",
+)

@@ -49,9 +49,9 @@ class Architecture:
     down: str = "mlp.down_proj"
     """The projection out of it."""
     experts: str = ""
-    """The experts of a mixture, from the block, one narrow MLP each, fused as `(experts, 2·d_int, d_model)` `gate_up_proj`
-    and `(experts, d_model, d_int)` `down_proj`; `up` and `down` are then empty. A block may be without: its MLP stays
-    whole."""
+    """The experts of a mixture, from the block, one narrow MLP each, fused as `(experts, 2·d_int, d_model)`
+    `gate_up_proj` and `(experts, d_model, d_int)` `down_proj`; `up` and `down` are then empty. A block may be without:
+    its MLP stays whole."""
     n_experts: str = "num_experts"
     """The config's name for their number."""
     shared_down: str = ""
