@@ -94,7 +94,7 @@ def estimate(
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
     n_mlps = max(1, dims.n_experts)
-    active = source.config.num_experts_per_tok if dims.n_experts else 1
+    active = getattr(source.config, architecture.experts_per_token) if dims.n_experts else 1
     memory = block * dtype.itemsize + ((n_mlps + 2) * 8 + 4) * dims.d_int**2
     # Of a block's parameters, those that a token does not pass are in the experts that it is not sent to.
     experts = sum(size.weight("mlp") for size in sizes if "mlp" not in size.whole)

@@ -114,6 +114,17 @@ CAPPED: dict[str, Any] = {
     "attn_logit_softcapping": 5.0,
     "final_logit_softcapping": 20.0,
 }
+GEMMA_4: dict[str, Any] = {
+    **GROUPED,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "tie_word_embeddings": False,
+}
 STATES = 1e-4
 """Linear attention and Mamba compute in float32, chunk by chunk or token by token: 1e-5 of logits between 3 and 10,
 which a state that was lost would change by their own size."""
@@ -521,17 +532,13 @@ FAMILIES = [
     Family(
         "gemma4_text",
         # In the last layer, which has no window, heads are wider and keys are values, too.
+        lambda: Gemma4TextConfig(**SIZES, **GEMMA_4),
+        whole=("qk", "vo"),
+    ),
+    Family(
+        "gemma4_text-experts",
         lambda: Gemma4TextConfig(
-            **SIZES,
-            **GROUPED,
-            head_dim=16,
-            global_head_dim=24,
-            num_global_key_value_heads=1,
-            attention_k_eq_v=True,
-            hidden_size_per_layer_input=0,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-            tie_word_embeddings=False,
+            **SIZES, **GEMMA_4, enable_moe_block=True, num_experts=3, top_k_experts=2, moe_intermediate_size=40
         ),
         whole=("qk", "vo"),
     ),
@@ -577,6 +584,17 @@ FAMILIES = [
         "granitemoehybrid",
         lambda: GraniteMoeHybridConfig(
             **GRANITE_4,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            mamba_d_state=16,
+        ),
+        whole=("qk", "vo"),
+        stepwise=STATES,
+    ),
+    Family(
+        "granitemoehybrid-experts",
+        lambda: GraniteMoeHybridConfig(
+            **{**GRANITE_4, "num_local_experts": 3, "shared_intermediate_size": 24},
+            num_experts_per_tok=2,
             layer_types=["linear_attention", "full_attention", "linear_attention"],
             mamba_d_state=16,
         ),

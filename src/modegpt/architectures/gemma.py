@@ -1,7 +1,7 @@
 """Gemma 1 to 4 (text), and VaultGemma."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError
@@ -48,16 +48,26 @@ class Gemma4Architecture(Architecture):
     """Gemma 4, whose small models hand more than hidden states from block to block."""
 
     def resolve(self, config: Any) -> Architecture:
-        """Refuse those, and experts."""
+        """Refuse those, and read whether there are experts."""
         reasons = {
             "hidden_size_per_layer_input": "every block reads embeddings of its own for each token",
             "num_kv_shared_layers": "later blocks read the keys and values of earlier ones",
-            "enable_moe_block": "there are experts beside each MLP",
         }
         for name, reason in reasons.items():
             if getattr(config, name):
-                raise InputError(f"the model has {name} {getattr(config, name)}: {reason}; give Gemma 4 31B")
-        return super().resolve(config)
+                raise InputError(f"the model has {name} {getattr(config, name)}: {reason}; give Gemma 4 31B or 26B")
+        resolved = super().resolve(config)
+        if not config.enable_moe_block:
+            return resolved
+        return replace(
+            resolved,
+            up=(),
+            down="",
+            experts="experts",
+            experts_per_token="top_k_experts",
+            shared_down=self.down,
+            width="moe_intermediate_size",
+        )
 
     def cached(self, dims: Dimensions, ranks: dict[str, int], outputs: Mapping[str, int]) -> int:
         """Count keys twice where they are the values, too, before both are normalised."""
@@ -77,5 +87,6 @@ GEMMA4_TEXT = Gemma4Architecture(
     start_token=True,
     # Values are normalised, too, and in some layers they are the keys.
     whole_attention=True,
-    notes="Gemma 4 31B, in `gemma4` files; the MLPs alone: queries, keys and values are normalised",
+    notes="Gemma 4 31B and 26B-A4B, in `gemma4` files; the MLPs, or the experts beside them, alone: queries, keys and "
+    "values are normalised",
 )

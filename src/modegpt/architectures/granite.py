@@ -1,9 +1,8 @@
-"""Granite 3, and Granite 4 without experts."""
+"""Granite 3 and 4."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import InputError
 from .spec import Architecture
 
 GRANITE = Architecture(
@@ -35,13 +34,19 @@ class GraniteHybridArchitecture(Architecture):
     """Granite 4, whose config may set experts beside each MLP, and Mamba in place of attention."""
 
     def resolve(self, config: Any) -> Architecture:
-        """Refuse experts, and read whether every layer attends, and with a rotary embedding."""
-        if config.num_local_experts:
-            raise InputError(
-                f"the model has {config.num_local_experts} experts beside each MLP (num_local_experts); "
-                "give a Granite 4 without any, such as Granite 4.0 H Micro"
-            )
+        """Read whether there are experts, whether every layer attends, and with a rotary embedding."""
         resolved = super().resolve(config)
+        if config.num_local_experts:
+            resolved = replace(
+                resolved,
+                up=(),
+                down="",
+                experts=GRANITE_MOE.experts,
+                n_experts=GRANITE_MOE.n_experts,
+                shared_down=self.down,
+                width=GRANITE_MOE.width,
+                file_names=GRANITE_MOE.file_names,
+            )
         if "linear_attention" in config.layer_types:
             return resolved
         rotary = config.position_embedding_type == "rope"
@@ -58,5 +63,6 @@ GRANITE_HYBRID = GraniteHybridArchitecture(
     whole_attention=True,
     mixers=("mamba",),
     upcast_mixers=True,
-    notes="Granite 4 350M to 3B without experts; in the H models the MLPs alone: Mamba layers and attention stay whole",
+    notes="Granite 4; in the H models the MLPs alone, as Mamba layers and attention stay whole; in H Tiny and H Small "
+    "the experts, as the MLPs beside them stay whole, too",
 )

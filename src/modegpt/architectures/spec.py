@@ -54,6 +54,8 @@ class Architecture:
     its MLP stays whole."""
     n_experts: str = "num_experts"
     """The config's name for their number."""
+    experts_per_token: str = "num_experts_per_tok"
+    """The config's name for how many of them a token is sent to."""
     shared_down: str = ""
     """Of an MLP beside the experts that all tokens pass, and that stays whole: the projection out of it, from the
     block."""
