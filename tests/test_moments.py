@@ -22,7 +22,7 @@ COLUMNS = {
     "context": slice(38, 54),
 }
 TARGETS = ("mlp_target", "target_sum", "target_energy")
-SUMS = [name for name in SHAPES if name not in ("logits", "gate", "fisher", *TARGETS)]
+SUMS = [name for name in SHAPES if name not in ("logits", "gate", "fisher", "experts", *TARGETS)]
 """What `update` takes."""
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 """Products are float32: each of a few dozen terms carries a relative rounding of 2^-24."""

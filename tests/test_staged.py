@@ -34,8 +34,8 @@ from modegpt.token_weights import token_weights
 
 CPU = torch.device("cpu")
 BY_NAME = {family.name: family for family in FAMILIES}
-WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole]
-ADDING = [family for family in WITH_MLP if family.architecture.adds_mlp]
+WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole_in(0)]
+ADDING = [family for family in WITH_MLP if family.architecture.adds_mlp and not family.dims.n_experts]
 WITH_BOTH = [family for family in WITH_MLP if not family.architecture.whole_attention]
 SEQUENTIAL = [family for family in WITH_BOTH if not family.architecture.parallel]
 LOGITS = [family for family in FAMILIES if "qk" not in family.whole and family.dims.rotary_dim]
@@ -69,7 +69,8 @@ def moments_of(source, block, calibration, names, rest: bool = False) -> BlockMo
 
 def idle(architecture) -> list[str]:
     """All that the moments of the attention do not need."""
-    return [*architecture.up, architecture.down, f"{architecture.attention}.{architecture.output}"]
+    mlp = [architecture.experts, architecture.shared_down, *architecture.up, architecture.down]
+    return [path for path in mlp if path] + [f"{architecture.attention}.{architecture.output}"]
 
 
 def compressed(source, calibration, ranks, config, dense=None, drifted=True, probe=None):
@@ -143,11 +144,12 @@ def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
 
     # And it is not what the dense block's moments give.
     alone, _ = compressed(source, calibration, {**full, "mlp": ranks["mlp"]}, config)
-    down = source.architecture.down
-    assert not torch.equal(alone.get_submodule(down).weight, block.get_submodule(down).weight)
+    layout = Layout.dense(source.architecture, source.dims).narrowed(outcome.layer)
+    outs = [[each.down.weight for each in read.experts or [read]] for read in map(layout.read, (alone, block))]
+    assert not any(torch.equal(left, right) for left, right in zip(*outs, strict=True))
 
 
-@by_name([family for family in SEQUENTIAL if family.architecture.adds_mlp])
+@by_name([family for family in SEQUENTIAL if family in ADDING])
 def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Family):
     source, calibration = opened(family)
     config, ranks = CompressionConfig(solver="best"), family.ranks()[0]
@@ -175,8 +177,8 @@ def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Fami
 def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: str, beside, room, limit, monkeypatch):
     source, calibration = opened(family)
     adds, parallel = source.architecture.adds_mlp, source.architecture.parallel
-    if beside and not adds:
-        pytest.skip("such a block puts out no sum, so nothing runs beside it")
+    if beside and family not in ADDING:
+        pytest.skip("such a block puts out no sum, or has experts, so nothing runs beside it")
     monkeypatch.setattr(staged, "KEPT_BYTES", room)
     config = CompressionConfig(solver="best", dtype=dtype, max_host_memory=limit)
     dense = shifted(calibration) if beside else None
@@ -184,7 +186,7 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
     # Where attention stays whole, nothing is taken twice of a block that runs alone.
     assert (middle is not None) == (adds and not parallel and (beside or not source.architecture.whole_attention))
     assert middle is None or (middle.activations is not None) == (beside and room > 0 and limit is None)
-    rounded_tensors(block, getattr(torch, dtype))
+    rounded_tensors(block, source.architecture, getattr(torch, dtype))
     whole = list(run_block(block, 0, calibration, CPU))
     assert all(torch.equal(left, right) for left, right in zip(hand_on(), whole, strict=True))
     again = list(run_block(block, 0, calibration, CPU))
@@ -346,7 +348,7 @@ def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(famil
         return output + change
 
     before = torch.cat(list(run_block(block, 0, calibration, CPU)))
-    hook = block.get_submodule(architecture.down).register_forward_hook(changed)
+    hook = block.get_submodule(architecture.experts or architecture.down).register_forward_hook(changed)
     after = torch.cat(list(run_block(block, 0, calibration, CPU)))
     hook.remove()
     own = torch.cat(
@@ -365,7 +367,7 @@ def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(famil
 
     fed, plain = weights(feedback=True), weights(feedback=False)
     same = all(torch.equal(left, right) for left, right in zip(fed.values(), plain.values(), strict=True))
-    assert same != architecture.adds_mlp
+    assert same != (family in ADDING)  # nor beside experts
 
 
 @by_name([BY_NAME["llama-grouped"], BY_NAME["falcon"]])

@@ -151,9 +151,11 @@ def _rank(
         f"{step} to {sizes[0].full[module]:,} {UNITS[module]}{NOTES.get(step, '')}; {rank:,} at sparsity {sparsity:g}"
         for step, rank in first.items()
     ]
+    if whole and not told:
+        return f"stays whole: {why_whole(module, whole[0])}"
     if whole:
-        where = f"in {len(whole)} of {len(sizes)} layers " if told else ""
-        return "; ".join([*told, f"stays whole {where}({why_whole(module, whole[0])})"])
+        told.append(f"in {len(whole)} of {len(sizes)} layers it stays whole: {why_whole(module, whole[0])}")
+        return "; ".join(told)
     return "; in the other layers ".join(told)
 
 
