@@ -20,7 +20,7 @@ from modegpt.solvers.mlp import felt_by_logits
 from modegpt.token_weights import token_weights
 
 CPU = torch.device("cpu")
-ADDING = [family for family in FAMILIES if "mlp" not in family.whole and family.architecture.adds_mlp]
+ADDING = [family for family in FAMILIES if family.architecture.adds_mlp and not family.dims.n_experts]
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
