@@ -78,10 +78,10 @@ class Subject:
     def allowed(self, logits: Tensor, eager: bool = False) -> float:
         """Return the difference from `logits` that rounding explains.
 
-        Whatever the dtype, stock eager attention takes its softmax in float32, and some families rotate in it.
+        Whatever the dtype, stock eager attention takes its softmax in float32, and some families rotate or route in it.
         """
-        eager = eager or not self.dense._supports_sdpa
-        dtype = torch.float32 if eager or self.architecture.upcast_rotary else logits.dtype
+        upcast = eager or not self.dense._supports_sdpa or self.architecture.upcast_rotary or self.architecture.float32
+        dtype = torch.float32 if upcast else logits.dtype
         return ROUNDING * torch.finfo(dtype).eps * logits.abs().max().item()
 
 

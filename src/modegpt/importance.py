@@ -98,6 +98,8 @@ def outlier_ratio(
         NumericalError: a weight or a norm is NaN or infinite; names the layer.
     """
     count = sum(weight.numel() for weight in weights)
+    if not count:
+        return 0.0
     mean = sum(float(_metric(w, n).sum(dtype=torch.float64)) for w, n in zip(weights, input_norms, strict=True)) / count
     if not mean < float("inf"):
         where = "" if layer is None else f"layer {layer}: "

@@ -122,7 +122,10 @@ class ShardBlocks:
 
     def blank(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.blank`."""
-        return copy.deepcopy(self.layers[index]).to(self.dtype).to_empty(device=device).eval()
+        block = copy.deepcopy(self.layers[index]).to_empty(device=device)
+        for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+            tensor.data = tensor.data.to(self._architecture.stored_dtype(name, tensor.dtype, self.dtype))
+        return block.eval()
 
     def other_tensors(self) -> dict[str, Tensor]:
         """See `BlockSource.other_tensors`; the tensors are read from the shards, in their stored dtype."""

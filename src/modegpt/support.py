@@ -73,7 +73,8 @@ def _attention(
     known = (architecture.attention, *architecture.mixers)
     counts = Counter(" and ".join(path for path in known if getattr(block, path, None) is not None) for block in blocks)
     found = ", ".join(f"{name} in {count} layers" for name, count in counts.items())
-    return {"what mixes tokens": f"stays as it is ({found}): the MLPs alone are cut"}
+    cut = "experts" if architecture.experts else "MLPs"
+    return {"what mixes tokens": f"stays as it is ({found}): the {cut} alone are cut"}
 
 
 def _heads(dims: Dimensions) -> str:

@@ -44,5 +44,6 @@ LFM2_MOE = Architecture(
     whole_attention=True,
     mixers=("conv",),
     buffers=("feed_forward.expert_bias",),
+    float32=("feed_forward.expert_bias",),
     notes="LFM2 8B-A1B; the experts alone: convolutions, attention and the MLPs of the first layers stay whole",
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..architectures import Dimensions
-from ..architectures.access import BlockWeights, Expert
+from ..architectures.access import Affine, BlockWeights, Expert
 from ..config import CompressionConfig
 from ..moments import BlockMoments
 from .decision import Decision, Solver
@@ -35,7 +35,9 @@ def decide(
             replace(weights, ups=expert.ups, down=expert.down, experts=()), dims, own, rank, config
         )
         narrow = decision.weights
-        experts.append(Expert(narrow["ups"], narrow["down"]))
+        # Rounded at once, as it will be written: in float64 those of all experts would be as large as the layer.
+        down = Affine(narrow["down"].weight.to(expert.down.weight.dtype), None)
+        experts.append(Expert(narrow["ups"], down))
         notes += [f"expert {number}: {note}" for note in decision.notes]
         if number not in idle:
             down = expert.down.weight.double()
