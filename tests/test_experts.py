@@ -140,20 +140,16 @@ def test_the_error_is_that_of_the_outputs_on_the_text(model: Any):
     architecture, dims = sizes_of(single)
     moments, calls = recorded(single)
     block = decoder_layers(single, architecture.describe())[0]
-    layout = Layout.dense(architecture, dims)
-    decision = decide(
-        SOLVERS["mlp"]["saliency"], layout.read(block), dims, moments, RANK, CompressionConfig(solver="best")
-    )
+    weights = Layout.dense(architecture, dims).read(block)
+    decision = decide(SOLVERS["mlp"]["saliency"], weights, dims, moments, RANK, CompressionConfig(solver="best"))
     lost = given = 0.0
     for states, chosen, shares in calls:
         for token in range(len(states)):
             number, share = int(chosen[token, 0]), shares[token, 0]
             narrow = decision.weights["experts"][number]
             gate, up = (functional.linear(states[token], each.weight).detach() for each in narrow.ups)
-            expected = share * functional.linear(
-                activations(architecture.mixture(block), states[token], number),
-                layout.read(block).experts[number].down[0],
-            )
+            z = activations(architecture.mixture(block), states[token], number)
+            expected = share * functional.linear(z, weights.experts[number].down.weight)
             found = share * functional.linear((functional.silu(gate) * up).double(), narrow.down.weight.double())
             lost += (expected.double() - found).square().sum().item()
             given += expected.double().square().sum().item()

@@ -480,8 +480,8 @@ def shrink_mlp(block: nn.Module, architecture: dict[str, Any], width: int) -> No
         resize(module, rows=size)
     if architecture["down"]:
         resize(block.get_submodule(architecture["down"]), columns=width)
-    mixture = dict(block.named_modules()).get(architecture.get("experts", ""))
-    if architecture.get("experts") and mixture is not None:
+    experts = architecture.get("experts")
+    if experts and (mixture := dict(block.named_modules()).get(experts)) is not None:
         shrink_experts(mixture, width)
 
 

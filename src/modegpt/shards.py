@@ -239,7 +239,9 @@ def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
 
     Those of a multimodal model put another before it.
     """
-    candidates = [name, name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)]
+    if name in stored:
+        return name
+    candidates = [name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)]
     for module, file in architecture_of(model.config).file_names:
         if module in name:
             candidates.append(name.replace(module, file, 1))

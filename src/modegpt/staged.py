@@ -222,9 +222,9 @@ class BlockCompressor:
             unknown = [None] * len(dense.hidden)
             known = zip(weights or unknown, dense.hidden, unknown if normed is None else normed.rms, strict=True)
             weights = (weighed_by_norm(*each) for each in known)
-        known = dict(block.named_modules())
+        inside = dict(block.named_modules())
         mlps = (architecture.down, architecture.experts, architecture.shared_down)
-        idle = [path for path in mlps if path and path in known]
+        idle = [path for path in mlps if path and path in inside]
         if "mlp" not in modules:
             idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
         with ExitStack() as stack:

@@ -154,7 +154,7 @@ LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
-    "v_head_dim": 12,
+    "v_head_dim": 16,
 }
 LINEAR_EXPERTS: dict[str, Any] = {
     **NO_WIDTH,

@@ -137,8 +137,7 @@ def test_other_attention_kernels_get_what_the_stock_layers_give_them(pair: Pair,
     calls: list[dict] = []
 
     def record(module, query, key, value, mask, **options):
-        assert query.shape[-1] == key.shape[-1]
-        assert query.shape[-1] == value.shape[-1] or pair.family.architecture.whole_attention  # stock code's own affair
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         names = ("sliding_window", "scaling", "dropout", "softcap")
         calls.append({name: options.get(name) for name in names} | {"is_causal": module.is_causal})
         return sdpa_attention_forward(module, query, key, value, mask, **{**options, "softcap": None})

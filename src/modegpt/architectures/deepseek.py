@@ -7,8 +7,6 @@ from .spec import Architecture
 DEEPSEEK_V2 = Architecture(
     model_type="deepseek_v2",
     name="DeepseekV2",
-    up=(),
-    down="",
     experts="mlp.experts",
     n_experts="n_routed_experts",
     shared_down="mlp.shared_experts.down_proj",

@@ -1,19 +1,13 @@
 """Rednote's dots.llm1."""
 
-from .spec import Architecture
+from dataclasses import replace
 
-DOTS1 = Architecture(
+from .glm import GLM4_MOE
+
+DOTS1 = replace(
+    GLM4_MOE,
     model_type="dots1",
     name="Dots1",
-    up=(),
-    down="",
-    experts="mlp.experts",
-    n_experts="n_routed_experts",
-    shared_down="mlp.shared_experts.down_proj",
-    width="moe_intermediate_size",
-    query_norm="q_norm",
-    key_norm="k_norm",
-    buffers=("mlp.gate.e_score_correction_bias",),
-    float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+    partial_rotary=False,
     notes="dots.llm1; query-key, the MLPs of the first layers and the shared experts stay whole",
 )

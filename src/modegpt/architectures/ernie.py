@@ -16,8 +16,6 @@ ERNIE4_5_MOE = replace(
     ERNIE4_5,
     model_type="ernie4_5_moe",
     name="Ernie4_5_Moe",
-    up=(),
-    down="",
     experts="mlp.experts",
     shared_down="mlp.shared_experts.down_proj",
     width="moe_intermediate_size",

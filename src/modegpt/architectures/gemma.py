@@ -61,8 +61,6 @@ class Gemma4Architecture(Architecture):
             return resolved
         return replace(
             resolved,
-            up=(),
-            down="",
             experts="experts",
             experts_per_token="top_k_experts",
             shared_down=self.down,

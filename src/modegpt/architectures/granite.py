@@ -16,8 +16,6 @@ GRANITE_MOE = replace(
     GRANITE,
     model_type="granitemoe",
     name="GraniteMoe",
-    up=(),
-    down="",
     experts="block_sparse_moe.experts",
     n_experts="num_local_experts",
     file_names=(
@@ -39,8 +37,6 @@ class GraniteHybridArchitecture(Architecture):
         if config.num_local_experts:
             resolved = replace(
                 resolved,
-                up=(),
-                down="",
                 experts=GRANITE_MOE.experts,
                 n_experts=GRANITE_MOE.n_experts,
                 shared_down=self.down,

@@ -5,8 +5,6 @@ from .spec import Architecture
 MIXTRAL = Architecture(
     model_type="mixtral",
     name="Mixtral",
-    up=(),
-    down="",
     experts="mlp.experts",
     n_experts="num_local_experts",
     expert_files=(

@@ -12,8 +12,6 @@ QWEN2_MOE = replace(
     QWEN2,
     model_type="qwen2_moe",
     name="Qwen2Moe",
-    up=(),
-    down="",
     experts="mlp.experts",
     shared_down="mlp.shared_expert.down_proj",
     width="moe_intermediate_size",

@@ -16,8 +16,6 @@ QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
     name="Qwen3Moe",
-    up=(),
-    down="",
     experts="mlp.experts",
     width="moe_intermediate_size",
     notes="Qwen 3 with experts, 30B-A3B and 235B-A22B; query-key stays whole",

@@ -50,8 +50,8 @@ class Architecture:
     """The projection out of it."""
     experts: str = ""
     """The experts of a mixture, from the block, one narrow MLP each, fused as `(experts, 2·d_int, d_model)`
-    `gate_up_proj` and `(experts, d_model, d_int)` `down_proj`; `up` and `down` are then empty. A block may be without:
-    its MLP stays whole."""
+    `gate_up_proj` and `(experts, d_model, d_int)` `down_proj`; it empties `up` and `down`. A block may be without: its
+    MLP stays whole."""
     n_experts: str = "num_experts"
     """The config's name for their number."""
     experts_per_token: str = "num_experts_per_tok"
@@ -124,6 +124,12 @@ class Architecture:
     """Ends of the names of a block's tensors that stay in float32 whatever the model's dtype."""
     notes: str = ""
     """One line for the table of supported architectures."""
+
+    def __post_init__(self) -> None:
+        """Leave no MLP where there are experts."""
+        if self.experts:
+            object.__setattr__(self, "up", ())
+            object.__setattr__(self, "down", "")
 
     @property
     def causal_class(self) -> str:

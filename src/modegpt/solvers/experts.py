@@ -27,23 +27,19 @@ def decide(
     experts, notes, idle = [], [], []
     lost = given = 0.0
     for number, expert in enumerate(weights.experts):
-        own = moments.expert(number)
+        own, down = moments.expert(number), expert.down.weight
+        energy = ((down.double() @ own["mlp"]) * down.double()).sum().item()
         if not own["mlp"].any():
             idle.append(number)
             own = BlockMoments({"mlp": unseen(expert)})
-        decision = solver.decide(
-            replace(weights, ups=expert.ups, down=expert.down, experts=()), dims, own, rank, config
-        )
+        alone = replace(weights, ups=expert.ups, down=expert.down, experts=())
+        decision = solver.decide(alone, dims, own, rank, config)
         narrow = decision.weights
         # Rounded at once, as it will be written: in float64 those of all experts would be as large as the layer.
-        down = Affine(narrow["down"].weight.to(expert.down.weight.dtype), None)
-        experts.append(Expert(narrow["ups"], down))
+        experts.append(Expert(narrow["ups"], Affine(narrow["down"].weight.to(down.dtype), None)))
         notes += [f"expert {number}: {note}" for note in decision.notes]
-        if number not in idle:
-            down = expert.down.weight.double()
-            energy = ((down @ own["mlp"]) * down).sum().item()
-            given += energy
-            lost += energy * decision.error**2
+        given += energy  # none where no token came
+        lost += energy * decision.error**2
     if idle:
         notes.append(f"no token of the calibration text is sent to the experts {', '.join(map(str, idle))}")
     error = (lost / given) ** 0.5 if given else 0.0
