@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer, MixtralConfig
+
+from modegpt.tiny import random_model
 
 COMMAND = ["--calibration", "python-docs", "--sparsity", "0.3", "--samples", "7", "--seq-len", "64"]
 
@@ -25,7 +28,11 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @pytest.mark.parametrize(("allocation", "solver"), [("influence", "best"), ("owl", "paper"), ("error", "best")])
 def test_two_processes_equal_one(allocation: str, solver: str, tiny_llama_dir: Path, tmp_path: Path):
-    arguments = [str(tiny_llama_dir), *COMMAND, "--allocation", allocation, "--solver", solver]
+    equal_of_two(tiny_llama_dir, tmp_path, "--allocation", allocation, "--solver", solver)
+
+
+def equal_of_two(model: Path, tmp_path: Path, *settings: str) -> None:
+    arguments = [str(model), *COMMAND, *settings]
     single = [sys.executable, "-m", "modegpt", "compress", *arguments, "--out", str(tmp_path / "one")]
     subprocess.run(single, check=True, capture_output=True)
     subprocess.run(torchrun(2, *arguments, "--out", str(tmp_path / "two")), check=True, env=ENVIRONMENT)
@@ -38,6 +45,16 @@ def test_two_processes_equal_one(allocation: str, solver: str, tiny_llama_dir: P
         # Moments differ by the order of float32 products alone, 2^-24 each; the bound is 1e-5 of the matrix.
         difference = torch.linalg.vector_norm((left - two[name]).double())
         assert difference <= 1e-5 * torch.linalg.vector_norm(left.double()), name
+
+
+def test_two_processes_refit_experts_as_one(tiny_llama_dir: Path, tmp_path: Path):
+    dense = json.loads((tiny_llama_dir / "config.json").read_text())
+    sizes = {key: dense[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": 0}
+    mixture = random_model(MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2))
+    mixture.save_pretrained(tmp_path / "dense")
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "dense")
+    equal_of_two(tmp_path / "dense", tmp_path, "--solver", "best")
 
 
 def test_a_dead_process_ends_the_run_and_one_process_resumes_it(tiny_llama_dir: Path, tmp_path: Path):

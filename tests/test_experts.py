@@ -1,15 +1,16 @@
 """Experts of a mixture: what each reads, its moment, and the narrow weights that it gets."""
 
 import copy
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.nn import functional
 from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig
 
-from conformance.families import EXPERTS, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, tokens
-from modegpt import compress
+from conformance.families import EXPERTS, FAMILIES, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, Family, tokens
+from modegpt import compress, expert_refit
 from modegpt.architectures import Architecture, Dimensions, architecture_of
 from modegpt.architectures.access import Layout
 from modegpt.at_rest import at_rest
@@ -17,15 +18,19 @@ from modegpt.config import CompressionConfig
 from modegpt.decompose.energy import energy
 from modegpt.decompose.nystrom import nystrom
 from modegpt.decompose.saliency import saliency
-from modegpt.experts import routed
+from modegpt.distributed import Team
+from modegpt.expert_refit import ExpertRefit
+from modegpt.experts import in_turn, routed, told, watched
+from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.preparation import EXPERT_STEP
 from modegpt.shards import ShardBlocks, find_tensors, skeleton
 from modegpt.solvers import SOLVERS
 from modegpt.solvers.experts import decide, unseen
-from modegpt.solvers.mlp import RIDGE, SALIENCY_RIDGE
+from modegpt.solvers.mlp import RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
 from modegpt.tiny import random_model, tiny_config
+from modegpt.token_weights import weighed_by_norm
 
 RANK = 24
 N_EXPERTS = 3
@@ -77,7 +82,6 @@ def test_what_experts_are_sent_adds_up_to_what_the_mixture_gives(model: Any):
     numbers = []
     for sent in routed(experts, states, chosen, shares):
         numbers.append(sent.number)
-        assert torch.equal(sent.states, states[sent.places])
         given = functional.linear(sent.activations, experts.down_proj[sent.number])
         total.index_add_(0, sent.places, sent.shares * given)
     assert numbers == [0, 2]
@@ -199,11 +203,11 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_run_measures_experts_behind_the_compressed_attention(name: str):
+def test_alone_a_run_measures_experts_behind_the_compressed_attention(name: str):
     """What the first layer with experts becomes, told by its definition: the run goes on from the middle of blocks."""
     dense = random_model(CONFIGS[name]())
     architecture, dims = sizes_of(dense)
-    config = CompressionConfig(sparsity=0.2, batch_size=3, coverage=0, rarity=0)
+    config = CompressionConfig(sparsity=0.2, batch_size=3, coverage=0, rarity=0, feedback=False)
     narrow = compress(dense, WINDOWS, config)
     layers = decoder_layers(narrow, architecture.describe())
     ranks = narrow.modegpt_report["layers"]
@@ -224,6 +228,174 @@ def test_a_run_measures_experts_behind_the_compressed_attention(name: str):
             assert torch.equal(expected.ups[1].weight, expert.ups[1].weight)
             # float32 states, through solves of a condition number that the ridge bounds.
             torch.testing.assert_close(expected.down.weight.float(), expert.down.weight, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each.dims.n_experts], ids=lambda family: family.name)
+@torch.no_grad()
+def test_experts_one_after_another_give_the_stock_modules_bits(family: Family):
+    model = family.dense()
+    implementation = model.config._experts_implementation
+    ids, seen = tokens(), []
+    with in_turn(model):
+        layers = decoder_layers(model, family.architecture.describe())
+        mixtures = [each for each in map(family.architecture.mixture, layers) if each is not None]
+        assert mixtures
+        expected = model(ids).logits
+        with ExitStack() as stack:
+            for mixture in mixtures:
+                stack.enter_context(watched(mixture, lambda *call: seen.append(call[-1])))
+            assert torch.equal(model(ids).logits, expected)
+        assert len(seen) == len(mixtures)
+        with ExitStack() as stack:
+            for mixture, sent in zip(mixtures, seen, strict=True):
+                stack.enter_context(told(mixture, iter([sent])))
+            assert torch.equal(model(ids).logits, expected)
+    assert model.config._experts_implementation == implementation
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_run_leaves_the_models_way_of_running_experts_alone(model: Any):
+    before = model.config._experts_implementation
+    narrow = compress(model, WINDOWS, CompressionConfig(sparsity=0.3, batch_size=4))
+    assert model.config._experts_implementation == before
+    assert narrow.config._experts_implementation == before
+
+
+class Refitted(NamedTuple):
+    """A mixture before and after, on inputs whose residual all of it is told of."""
+
+    before: torch.Tensor
+    after: torch.Tensor
+    weights: torch.Tensor
+    error: float
+
+
+def refitted(experts: Any, per_token: int, keep: bool = True, target: torch.Tensor | None = None) -> Refitted:
+    """Refit to random targets, or to these; residuals are those of the mixture itself, not of the refit's own sums."""
+    generator = torch.Generator().manual_seed(7)
+    width = experts.down_proj.shape[1]
+    batches = []
+    for rows in (40, 24):
+        states = torch.randn(rows, width, generator=generator)
+        chosen = torch.stack([torch.randperm(len(experts.down_proj), generator=generator) for _ in range(rows)])
+        batches.append((states, chosen[:, :per_token], torch.rand(rows, per_token, generator=generator)))
+    wanted = [torch.randn(len(states), width, generator=generator) for states, *_ in batches]
+    if target is not None:
+        wanted = [target.expand(len(states), width) for states, *_ in batches]
+    weights = [torch.rand(1, len(states), generator=generator) for states, *_ in batches]
+    refit, before = ExpertRefit(experts, HiddenStates(), keep), []
+    with refit.record():
+        for batch, own, weight in zip(batches, wanted, weights, strict=True):
+            before.append(own - experts(*batch))
+            refit.lacks(before[-1][None], weight)
+    error = refit.run(Team(), torch.float32)
+    after = [own - experts(*batch) for batch, own in zip(batches, wanted, strict=True)]
+    energy = sum((weight[0, :, None] * own.square()).sum() for weight, own in zip(weights, wanted, strict=True))
+    left = sum((weight[0, :, None] * own.square()).sum() for weight, own in zip(weights, after, strict=True))
+    # float32 residuals, of sums in another order.
+    assert error == pytest.approx(float((left / energy) ** 0.5), rel=1e-4)
+    return Refitted(torch.cat(before), torch.cat(after), torch.cat(weights, dim=1)[0], error)
+
+
+def mixture_of(model: Any) -> Any:
+    """Return a copy of one block's experts."""
+    return copy.deepcopy(sizes_of(model)[0].mixture(decoder_layers(model, sizes_of(model)[0].describe())[0]))
+
+
+def size(residual: torch.Tensor, weights: torch.Tensor) -> float:
+    return (weights[:, None] * residual.square()).sum().item()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("per_token", [1, 2, 3])
+def test_no_group_of_experts_raises_what_the_block_lacks(model: Any, groups: int, per_token: int, monkeypatch: Any):
+    monkeypatch.setattr(expert_refit, "GROUPS", groups)
+    found = refitted(mixture_of(model), per_token)
+    assert size(found.after, found.weights) < size(found.before, found.weights)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [1, 8])
+def test_equal_experts_of_a_token_do_not_overshoot(model: Any, groups: int, monkeypatch: Any):
+    """Three experts alike, on the same tokens, each able to give all that lacks: they would give it thrice."""
+    monkeypatch.setattr(expert_refit, "GROUPS", groups)
+    monkeypatch.setattr(expert_refit, "TARGET_RIDGE", 1e-6)
+    experts = mixture_of(model)
+    for weights in (experts.gate_up_proj, experts.down_proj):
+        weights[:] = weights[:1].clone()
+    found = refitted(experts, per_token=3, target=torch.ones(experts.down_proj.shape[1]))
+    assert size(found.after, found.weights) < size(found.before, found.weights)
+
+
+@torch.no_grad()
+def test_experts_with_tokens_of_their_own_get_their_least_squares(model: Any, monkeypatch: Any):
+    """One expert a token: each solves its own ridge regression, whatever the groups."""
+    weights = []
+    for groups in (1, 8):
+        monkeypatch.setattr(expert_refit, "GROUPS", groups)
+        experts = mixture_of(model)
+        before = experts.down_proj.clone()
+        refit = ExpertRefit(experts, HiddenStates(), keep=True)
+        generator = torch.Generator().manual_seed(7)
+        states = torch.randn(90, before.shape[1], generator=generator)
+        chosen, shares = torch.arange(90)[:, None] % 2, torch.rand(90, 1, generator=generator)  # none for the third
+        residual, weight = torch.randn(90, before.shape[1], generator=generator), torch.rand(90, generator=generator)
+        with refit.record():
+            experts(states, chosen, shares)
+        refit.lacks(residual[None], weight[None])
+        refit.run(Team(), torch.float32)
+        for number in (0, 1):
+            own = chosen[:, 0] == number
+            z = (shares[own] * activations(experts, states[own], number)).double()
+            moment = z.mT @ (weight[own, None] * z)
+            moment.diagonal().mul_(1 + TARGET_RIDGE)
+            change = torch.linalg.solve(moment, z.mT @ (weight[own, None] * residual[own]).double()).mT
+            # Products of float32, solved at a condition number that the ridge bounds; the weights are of size one.
+            expected = (before[number].double() + change).float()
+            torch.testing.assert_close(experts.down_proj[number], expected, rtol=0, atol=1e-4)
+        assert torch.equal(experts.down_proj[2], before[2])
+        weights.append(experts.down_proj.clone())
+    assert torch.equal(*weights)
+
+
+@torch.no_grad()
+def test_what_is_kept_changes_no_bit(model: Any):
+    kept, again = mixture_of(model), mixture_of(model)
+    assert refitted(kept, 2, keep=True).error == refitted(again, 2, keep=False).error
+    assert torch.equal(kept.down_proj, again.down_proj)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_beside_the_dense_model_experts_are_chosen_by_it_and_lose_less(name: str):
+    dense = random_model(CONFIGS[name]())
+    architecture, dims = sizes_of(dense)
+    narrow, alone = (
+        compress(dense, WINDOWS, CompressionConfig(sparsity=0.2, batch_size=3, coverage=0, rarity=0, feedback=feedback))
+        for feedback in (True, False)
+    )
+    first = next(i for i in range(dims.n_layers) if architecture.mixture(dense.model.layers[i]) is not None)
+    # The tokens count by the norms of the dense model's states.
+    states: list[torch.Tensor] = []
+    layer = dense.model.layers[first]
+    handle = layer.register_forward_hook(lambda _m, _i, output: states.append(output))
+    with torch.no_grad():
+        dense(WINDOWS)
+    handle.remove()
+    moments, _calls = recorded(dense, first, weighed_by_norm(None, states[0]))
+    weights = Layout.dense(architecture, dims).read(layer)
+    width = narrow.modegpt_report["layers"][first]["ranks"]["mlp"]
+    chosen = decide(SOLVERS["mlp"]["saliency"], weights, dims, moments, width, CompressionConfig()).weights["experts"]
+    found = Layout.dense(architecture, dims).narrowed(narrow.config.modegpt["layers"][first])
+    for expected, expert in zip(chosen, found.read(narrow.model.layers[first]).experts, strict=True):
+        assert torch.equal(expected.ups[0].weight, expert.ups[0].weight)
+        assert not torch.equal(expected.down.weight, expert.down.weight)
+
+    @torch.no_grad()
+    def lost(model: Any) -> float:
+        return (model.model(WINDOWS)[0] - dense.model(WINDOWS)[0]).norm().item()
+
+    assert lost(narrow) < lost(alone)
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from modegpt.decompose.fold import folded_up, own_share
 from modegpt.decompose.nystrom import refit
 from modegpt.decompose.saliency import saliencies
 from modegpt.distributed import join_team
+from modegpt.experts import run_in_turn
 from modegpt.fisher import FisherProbe
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
@@ -35,7 +36,8 @@ from modegpt.token_weights import token_weights
 CPU = torch.device("cpu")
 BY_NAME = {family.name: family for family in FAMILIES}
 WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole_in(0)]
-ADDING = [family for family in WITH_MLP if family.architecture.adds_mlp and not family.dims.n_experts]
+ADDING = [family for family in WITH_MLP if family.architecture.adds_mlp]
+OF_ONE_MLP = [family for family in ADDING if not family.dims.n_experts]
 WITH_BOTH = [family for family in WITH_MLP if not family.architecture.whole_attention]
 SEQUENTIAL = [family for family in WITH_BOTH if not family.architecture.parallel]
 LOGITS = [family for family in FAMILIES if "qk" not in family.whole and family.dims.rotary_dim]
@@ -48,6 +50,7 @@ def by_name(families: list[Family]):
 def opened(family: Family):
     """The family's source and its calibration, in two batches of unequal size, its tokens weighted."""
     source = open_source(family.dense(), CPU)
+    run_in_turn(source.blocks.model)
     windows = tokens(rows=5, length=20)
     calibration = source.blocks.embed(windows, 3, HiddenStates())
     weights = token_weights(windows, 0.25)
@@ -149,7 +152,7 @@ def test_the_mlp_is_measured_behind_the_compressed_attention(family: Family):
     assert not any(torch.equal(left, right) for left, right in zip(*outs, strict=True))
 
 
-@by_name([family for family in SEQUENTIAL if family in ADDING])
+@by_name([family for family in SEQUENTIAL if family in OF_ONE_MLP])
 def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Family):
     source, calibration = opened(family)
     config, ranks = CompressionConfig(solver="best"), family.ranks()[0]
@@ -178,14 +181,15 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
     source, calibration = opened(family)
     adds, parallel = source.architecture.adds_mlp, source.architecture.parallel
     if beside and family not in ADDING:
-        pytest.skip("such a block puts out no sum, or has experts, so nothing runs beside it")
+        pytest.skip("such a block puts out no sum, so nothing runs beside it")
     monkeypatch.setattr(staged, "KEPT_BYTES", room)
     config = CompressionConfig(solver="best", dtype=dtype, max_host_memory=limit)
     dense = shifted(calibration) if beside else None
     block, middle, hand_on, _outcome = halfway(source, calibration, family.ranks()[0], config, dense)
     # Where attention stays whole, nothing is taken twice of a block that runs alone.
     assert (middle is not None) == (adds and not parallel and (beside or not source.architecture.whole_attention))
-    assert middle is None or (middle.activations is not None) == (beside and room > 0 and limit is None)
+    kept = middle is not None and (middle.sent if family.dims.n_experts else middle.activations) is not None
+    assert middle is None or kept == (beside and room > 0 and limit is None)
     rounded_tensors(block, source.architecture, getattr(torch, dtype))
     whole = list(run_block(block, 0, calibration, CPU))
     assert all(torch.equal(left, right) for left, right in zip(hand_on(), whole, strict=True))
@@ -197,7 +201,7 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
 
 @pytest.mark.parametrize("felt", [False, True], ids=["", "felt by the logits"])
 @pytest.mark.parametrize("drifted", [True, False], ids=["drifted", "first"])
-@by_name(ADDING)
+@by_name(OF_ONE_MLP)
 def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family: Family, drifted: bool, felt: bool):
     source, calibration = opened(family)
     dense, architecture = shifted(calibration), source.architecture
@@ -367,7 +371,7 @@ def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(famil
 
     fed, plain = weights(feedback=True), weights(feedback=False)
     same = all(torch.equal(left, right) for left, right in zip(fed.values(), plain.values(), strict=True))
-    assert same != (family in ADDING)  # nor beside experts
+    assert same != (family in ADDING)
 
 
 @by_name([BY_NAME["llama-grouped"], BY_NAME["falcon"]])

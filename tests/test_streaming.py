@@ -6,12 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
 
 import modegpt
 from modegpt import CompressionConfig, InputError
@@ -20,14 +30,20 @@ from modegpt.errors import WriteError
 from modegpt.hidden_states import HiddenStates
 from modegpt.safetensors_merge import merge, read_header
 
+SETTINGS = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+
 
 def llama(**changes: object) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    settings = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
-    }  # fmt: skip
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval()
+    return LlamaForCausalLM(LlamaConfig(**{**SETTINGS, **changes})).eval()
+
+
+def mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SETTINGS, num_local_experts=4, num_experts_per_tok=2)).eval()
 
 
 def opt() -> OPTForCausalLM:
@@ -53,8 +69,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max
 
 @pytest.mark.parametrize(
     "make",
-    [llama, opt, lambda: llama(tie_word_embeddings=True, rope_parameters=YARN), lambda: llama().to(torch.bfloat16)],
-    ids=["llama", "opt", "tied-yarn", "bfloat16"],
+    [
+        llama,
+        opt,
+        mixtral,
+        lambda: llama(tie_word_embeddings=True, rope_parameters=YARN),
+        lambda: llama().to(torch.bfloat16),
+    ],
+    ids=["llama", "opt", "mixtral", "tied-yarn", "bfloat16"],
 )
 def test_streamed_equals_in_memory_and_transformers_bytes(make, tmp_path: Path):
     make().save_pretrained(tmp_path / "dense", max_shard_size="20KB")
@@ -97,8 +119,9 @@ def test_hidden_states_spill_to_disk_and_come_back_bit_for_bit(dtype, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_spilling_does_not_change_the_result(tmp_path: Path):
-    model = llama()
+@pytest.mark.parametrize("make", [llama, mixtral])
+def test_spilling_does_not_change_the_result(make: Callable[[], PreTrainedModel], tmp_path: Path):
+    model = make()
     plain = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, batch_size=2))
     spilled = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, batch_size=2, max_host_memory=1))
     for left, right in zip(plain.state_dict().values(), spilled.state_dict().values(), strict=True):
@@ -117,9 +140,18 @@ def stop_after(n_blocks: int):
     return progress
 
 
-@pytest.mark.parametrize(("allocation", "solver"), [("uniform", "best"), ("influence", "paper"), ("error", "best")])
-def test_a_stopped_run_resumes_to_the_same_bytes(allocation, solver, tmp_path: Path):
-    llama().save_pretrained(tmp_path / "dense")
+@pytest.mark.parametrize(
+    ("allocation", "solver", "make"),
+    [
+        ("uniform", "best", llama),
+        ("influence", "paper", llama),
+        ("error", "best", llama),
+        ("uniform", "best", mixtral),
+        ("uniform", "paper", mixtral),
+    ],
+)
+def test_a_stopped_run_resumes_to_the_same_bytes(allocation, solver, make, tmp_path: Path):
+    make().save_pretrained(tmp_path / "dense")
     config = CompressionConfig(sparsity=0.25, batch_size=4, allocation=allocation, solver=solver, dtype="bfloat16")
     compress_to_folder(tmp_path / "dense", windows(), tmp_path / "whole", config)
     with pytest.raises(StopError):

@@ -1,6 +1,6 @@
 """Passes that compute part of a block: while modules of it are at rest, they give zeros at no cost."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture
+from .experts import forwards
 
 
 @contextmanager
@@ -27,7 +28,7 @@ def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
         # Memory of its own: some blocks add to what they get in place.
         return lambda x: x.new_zeros(*x.shape[:-1], width)
 
-    with _forwards({module: zeros(module) for module in modules}):
+    with forwards({module: zeros(module) for module in modules}):
         yield
 
 
@@ -46,17 +47,5 @@ def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[
     def pair(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:
         return zeros(*inputs, **named), None
 
-    with _forwards({module: pair if as_pair else zeros for module, as_pair in architecture.mixing(block)}):
+    with forwards({module: pair if as_pair else zeros for module, as_pair in architecture.mixing(block)}):
         yield
-
-
-@contextmanager
-def _forwards(instead: dict[Any, Callable[..., Any]]) -> Iterator[None]:
-    """While the context is open, modules compute with other functions than their own `forward`."""
-    for module, forward in instead.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module in instead:
-            del module.forward

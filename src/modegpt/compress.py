@@ -1,7 +1,8 @@
 """Compressing a model: into memory, or into a folder as it goes. What happens to the blocks stands in `run.py`."""
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from .checkpoint import build, check_output
 from .config import CompressionConfig
 from .distributed import join_team
 from .evaluate import evaluating
+from .experts import in_turn
 from .models import resolve_device
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import layer_sizes, open_source, open_text, run_fingerprint
@@ -57,7 +59,7 @@ def compress(
         compressed = AutoModelForCausalLM.from_pretrained(out)
     else:
         run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
-        with evaluation_mode(model):
+        with lent(model):
             state, report = run.in_memory()
         compressed = build(run.compressed_config([layer["shape"] for layer in report["layers"]]), state)
         if run.source.generation_config is not None:
@@ -66,9 +68,17 @@ def compress(
     return compressed
 
 
-def evaluation_mode(model: object) -> AbstractContextManager[None]:
-    """Keep a model in memory in evaluation mode while it runs: dropout would be measured with the rest."""
-    return evaluating(model) if isinstance(model, PreTrainedModel) else nullcontext()
+@contextmanager
+def lent(model: object) -> Iterator[None]:
+    """Keep a model in memory as a run needs it, and give it back as it was.
+
+    It is in evaluation mode, as dropout would be measured with the rest, and its experts run one after another.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    with evaluating(model), in_turn(model):
+        yield
 
 
 def compress_to_folder(
@@ -100,7 +110,7 @@ def compress_to_folder(
             clear_leftovers(out, identity)  # the run may have been killed between its last rename and this
         return finished
     check_output(out, overwrite)
-    with evaluation_mode(model):
+    with lent(model):
         report = run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
     run.team.agree(None)  # so that no process looks for the folder before the main one has put it there
     return report

@@ -79,6 +79,7 @@ class InfluenceMeter:
         return means[:, 0] if means.shape[1] == 1 else means
 
 
+@torch.no_grad()
 def outlier_ratio(
     weights: Sequence[Tensor], input_norms: Sequence[Tensor], threshold: float = OWL_THRESHOLD, layer: int | None = None
 ) -> float:

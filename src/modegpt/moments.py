@@ -18,7 +18,7 @@ from .architectures.access import HEADS, Layout
 from .attention_logits import record_logits
 from .decompose.psd import all_finite
 from .errors import NumericalError
-from .experts import routed
+from .experts import Routed, watched
 from .token_weights import weighed_by_norm
 from .triangle import add_lower, fill_upper
 
@@ -167,16 +167,16 @@ class BlockMoments:
             a = self.roots[some] * a
         self._add_square("gate", a)
 
-    def update_experts(self, experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> None:
-        """Add the tokens of a pass to the moments of the experts they are sent to; arguments as for `routed`.
+    def update_experts(self, sent: Sequence[Routed]) -> None:
+        """Add the tokens of a pass to the moments of the experts they are sent to.
 
-        Cost: the gate and up projections, and `d_int²` operations for each expert of a token.
+        Cost: `d_int²` operations for each expert of a token.
         """
-        for sent in routed(experts, states, chosen, shares):
-            x = sent.shares.float() * sent.activations.float()
+        for each in sent:
+            x = each.shares.float() * each.activations.float()
             if self.roots is not None:
-                x = self.roots[sent.places] * x
-            add_lower(self.sums["experts"][sent.number], x)
+                x = self.roots[each.places] * x
+            add_lower(self.sums["experts"][each.number], x)
         self._half.add("experts")
 
     def update_target(self, wanted: Tensor) -> None:
@@ -301,7 +301,7 @@ def record_moments(
                 hook(architecture.projection(block, role).register_forward_pre_hook(add_inputs))
         if "experts" in sources:
             mixture = architecture.mixture(block)
-            hook(mixture.register_forward_pre_hook(lambda module, inputs: add(moments.update_experts, module, *inputs)))
+            stack.enter_context(watched(mixture, lambda *seen: add(moments.update_experts, seen[-1])))
         if "gate" in sources:
             up, rows = layout.ups(block)[1]
             seen: list[Tensor] = []

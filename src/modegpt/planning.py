@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .allocation import Allocation, score_parts
-from .compress import evaluation_mode, prepare
+from .compress import lent, prepare
 from .config import CompressionConfig
 from .own_text import LENGTH
 from .plots import require_matplotlib
@@ -42,7 +42,7 @@ def make_plan(
     text = calibration if config.allocation in NEEDS_TEXT else plain_text(config)
     run = prepare(model, text, config, tokenizer, progress)
     start = time.perf_counter()
-    with evaluation_mode(model):
+    with lent(model):
         scores = run.scores()
     scoring = None if scores is None else round(time.perf_counter() - start, 3)
     allocation = run.allocate(scores)

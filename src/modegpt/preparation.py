@@ -20,6 +20,7 @@ from .calibration import begin_windows, check_source, draw_windows, load_text, s
 from .config import CompressionConfig
 from .errors import InputError
 from .evaluate import check_window
+from .experts import run_in_turn
 from .modeling_modegpt import decoder_layers
 from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer, outer_config
 from .report import versions
@@ -48,15 +49,19 @@ class Source:
 
     def runs_beside(self, config: CompressionConfig) -> bool:
         """Whether the dense model runs beside the compressed one."""
-        return config.feeds_back and bool(self.architecture.adds_mlp) and not self.architecture.experts
+        normed_experts = self.architecture.experts and self.architecture.mlp_norm
+        return config.feeds_back and bool(self.architecture.adds_mlp) and not normed_experts
 
     def n_streams(self, config: CompressionConfig) -> int:
         """Return how many streams of hidden states a run holds at most.
 
         Beside the dense model's and the compressed one's, the probe takes a copy at the end, and where an MLP's output
-        is normed, that of a block is kept while it is cut: never both at once.
+        is normed, that of a block is kept while it is cut: never both at once. Of experts the inputs and what they
+        lack are kept.
         """
-        return 3 if self.runs_beside(config) else 1
+        if not self.runs_beside(config):
+            return 1
+        return 4 if self.architecture.experts else 3
 
 
 @dataclass
@@ -146,6 +151,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
             blocks = ModelBlocks(loaded, architecture, consume=True)
             generation_config, identity = loaded.generation_config, _checksum(loaded)
             notes = [f"the model was loaded whole, not streamed: {obstacle}"]
+        run_in_turn(blocks.model)
         notes += about_text_part(whole)
     dims = Dimensions.of(architecture, config)
     return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)

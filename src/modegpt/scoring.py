@@ -1,7 +1,7 @@
 """One pass over the dense blocks that gives the scores an allocation rule asks for."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .architectures import Architecture
 from .architectures.access import affine
 from .distributed import Team
-from .experts import routed
+from .experts import Routed, watched
 from .importance import InfluenceMeter, outlier_ratio
 
 
@@ -104,30 +104,29 @@ class OutlierScorer:
         """See `Scorer.watch`."""
         linears, mixture = self._architecture.linears(block), self._architecture.mixture(block)
         weights = [affine(linear).weight for linear in linears]
-        places: dict[nn.Module, int] = {linear: place for place, linear in enumerate(linears)}
+        n_linears = len(weights)
         if mixture is not None:
-            places[mixture] = len(weights)
             weights += [matrix for pair in zip(mixture.gate_up_proj, mixture.down_proj, strict=True) for matrix in pair]
         squares = [weight.new_zeros(weight.shape[1], dtype=torch.float64) for weight in weights]
 
         def add_rows(place: int, rows: Tensor) -> None:
             squares[place] += rows.flatten(0, -2).float().square().sum(0, dtype=torch.float64)
 
-        def add_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if module is not mixture:
-                add_rows(places[module], inputs[0])
-                return
-            for sent in routed(module, *inputs):
-                first = places[module] + 2 * sent.number
-                add_rows(first, sent.states)
-                add_rows(first + 1, sent.activations)
+        def add_sent(states: Tensor, _chosen: Tensor, _shares: Tensor, sent: list[Routed]) -> None:
+            for each in sent:
+                first = n_linears + 2 * each.number
+                add_rows(first, states[each.places])
+                add_rows(first + 1, each.activations)
 
-        hooks = [module.register_forward_pre_hook(add_input) for module in places]
-        try:
+        def adding(place: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            return lambda _module, inputs: add_rows(place, inputs[0])
+
+        with ExitStack() as stack:
+            for place, linear in enumerate(linears):
+                stack.callback(linear.register_forward_pre_hook(adding(place)).remove)
+            if mixture is not None:
+                stack.enter_context(watched(mixture, add_sent))
             yield lambda _before, _after: None
-        finally:
-            for hook in hooks:
-                hook.remove()
         norms = [self._team.sum_(square).sqrt() for square in squares]
         self._ratios.append(outlier_ratio(weights, norms, self._threshold, index))
 

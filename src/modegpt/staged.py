@@ -11,7 +11,11 @@ from .architectures.access import Layout
 from .at_rest import at_rest, attention_at_rest
 from .blocks import Calibration, advance, run_block
 from .config import CompressionConfig
+from .decompose import NotPositiveDefiniteError
 from .distributed import Team
+from .errors import NumericalError
+from .expert_refit import ExpertRefit
+from .experts import Routed, told
 from .fisher import FisherProbe
 from .moments import BlockMoments, record_moments
 from .normed_outputs import NormedOutputs
@@ -41,6 +45,8 @@ class Middle:
 
     activations: list[Tensor] | None = None
     """What its down projection reads, by batch; None where they were too many to keep."""
+    sent: list[list[Routed]] | None = None
+    """The same of experts."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,10 @@ class BlockCompressor:
         if middle is None:
             advance(block, index, calibration, self.device)
         elif middle.activations is None:
-            with attention_at_rest(block, architecture):
+            with ExitStack() as stack:
+                stack.enter_context(attention_at_rest(block, architecture))
+                if middle.sent is not None:
+                    stack.enter_context(told(architecture.mixture(block), iter(middle.sent)))
                 advance(block, index, calibration, self.device)
         else:
             down = architecture.projection(block, "down")
@@ -122,13 +131,17 @@ class BlockCompressor:
         source, dims = self.source, self.source.dims
         modules = cut_modules(ranks, dims)
         attention = self._moments([module for module in modules if module != "mlp"], block)
-        more = ["mlp_energy"] if "mlp" in modules and drifted else []
-        if "mlp" in modules and len(source.architecture.up) == 2:
-            more.append("gate")
-        probe = self.probe if self.probe is not None and "mlp" in modules and self.probe.reaches(index) else None
-        if probe is not None:
-            more.append("fisher")
-        neurons = self._moments([module for module in modules if module == "mlp"], block, more, EVERY if drifted else 1)
+        probe = None
+        if "mlp" not in modules or source.architecture.experts:
+            neurons = self._moments([module for module in modules if module == "mlp"], block)
+        else:
+            more = ["mlp_energy"] if drifted else []
+            if len(source.architecture.up) == 2:
+                more.append("gate")
+            if self.probe is not None and self.probe.reaches(index):
+                probe = self.probe
+                more.append("fisher")
+            neurons = self._moments(["mlp"], block, more, EVERY if drifted else 1)
         normed = None
         if "mlp" in modules and source.architecture.mlp_norm:
             normed = NormedOutputs(dense.hidden.another())
@@ -152,6 +165,8 @@ class BlockCompressor:
         del attention, neurons
         if "mlp" not in modules:
             return outcome, None
+        if source.architecture.experts:
+            return self._refit_experts(block, index, calibration, dense, outcome)
 
         down = source.architecture.down
         # All but the down projection is final: what it reads must be what the written weights give.
@@ -167,6 +182,38 @@ class BlockCompressor:
         with self.watch.stage("decompose"):
             outcome = refit_down(block, Layout.dense(source.architecture, dims), moments, index, outcome, drifted)
         return outcome, middle
+
+    def _refit_experts(
+        self, block: nn.Module, index: int, calibration: Calibration, dense: Calibration, outcome: BlockOutcome
+    ) -> tuple[BlockOutcome, Middle]:
+        """Refit the experts of a block that is compressed to the dense model's states behind it.
+
+        The calibration is replaced by what follows the attention.
+        """
+        architecture, dtype = self.source.architecture, output_dtype(self.config, self.source)
+        round_weights(block, architecture, dtype)
+        experts, per_token = architecture.mixture(block), architecture.experts_per_token
+        width = experts.down_proj.shape[-1] * getattr(self.source.config, per_token)
+        refit = ExpertRefit(experts, calibration.hidden, self._fits(calibration, width, experts.down_proj.dtype))
+        middles: list[Tensor] = []
+        with self.watch.stage("moments"), ExitStack() as stack:
+            stack.enter_context(refit.record())
+            keep = architecture.middle_module(block).register_forward_pre_hook
+            # A copy: some blocks add to it in place.
+            stack.callback(keep(lambda _module, inputs: middles.append(inputs[0].clone())).remove)
+            wanted = zip(dense.hidden, dense.weights or [None] * len(dense.hidden), strict=True)
+            for batch, output in enumerate(run_block(block, index, calibration, self.device)):
+                states, weights = next(wanted)
+                states = states.to(self.device)
+                residual = (states.float() - output.float()) / float(architecture.mlp_factor)
+                refit.lacks(residual, weighed_by_norm(weights, states))
+                calibration.hidden[batch] = middles.pop()
+        with self.watch.stage("decompose"):
+            try:
+                error = refit.run(self.team, dtype)
+            except NotPositiveDefiniteError as problem:
+                raise NumericalError(f"layer {index}, mlp: {problem}") from problem
+        return replace(outcome, error={**outcome.error, "mlp": error}), Middle(sent=refit.sent)
 
     def _moments(
         self, modules: Sequence[str], block: nn.Module, more: Sequence[str] = (), every: int = 1
@@ -231,10 +278,12 @@ class BlockCompressor:
             stack.enter_context(
                 record_moments(block, architecture, self.source.dims, moments, weights, offsets=calibration.offsets)
             )
-            if middle is not None and dense is not None and self._fits(calibration, block):
-                kept = middle.activations = []
+            if middle is not None and dense is not None:
                 down = architecture.projection(block, "down")
-                stack.callback(down.register_forward_pre_hook(lambda _m, inputs: kept.append(inputs[0])).remove)
+                width = down.weight.numel() // self.source.dims.d_model
+                if self._fits(calibration, width, down.weight.dtype):
+                    kept = middle.activations = []
+                    stack.callback(down.register_forward_pre_hook(lambda _m, inputs: kept.append(inputs[0])).remove)
             # What these would give is read by nothing; without it, a block that puts out a sum gives its middle.
             stack.enter_context(at_rest(block, idle))
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
@@ -246,12 +295,8 @@ class BlockCompressor:
                 if middle is not None:
                     calibration.hidden[batch] = output
 
-    def _fits(self, calibration: Calibration, block: nn.Module) -> bool:
-        """Tell whether the activations of the MLP of all batches may be kept: not where memory is short."""
+    def _fits(self, calibration: Calibration, width: int, dtype: torch.dtype) -> bool:
+        """Tell whether activations of a width may be kept for all tokens: not where memory is short."""
         if self.config.max_host_memory is not None:
             return False
-        states = next(iter(calibration.hidden))
-        weight = self.source.architecture.projection(block, "down").weight
-        width = weight.numel() // self.source.dims.d_model
-        n_tokens = sum(len(each) for each in calibration.hidden) * states.shape[1]
-        return n_tokens * width * weight.element_size() <= KEPT_BYTES
+        return calibration.hidden.n_tokens * width * dtype.itemsize <= KEPT_BYTES

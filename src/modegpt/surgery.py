@@ -117,7 +117,7 @@ def compress_block(
         solver = solver_of(module, config)
         try:
             if module == "mlp" and weights.experts:
-                decision = decide_experts(solver, weights, dims, moments, ranks[module], config)
+                decision = decide_experts(solver, weights, dims, ahead or moments, ranks[module], config)
             elif module == "mlp" and ahead is not None and solver.ahead is not None:
                 decision = solver.ahead(weights, dims, ahead, ranks[module], config)
             else:

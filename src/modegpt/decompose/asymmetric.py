@@ -28,13 +28,32 @@ def asymmetric_refit(moment: Tensor, target: Tensor, energy: Tensor, down: Tenso
         NotPositiveDefiniteError: an input is not finite.
     """
     psd.require_finite(down, "the down projection")
-    psd.require_finite(target, "the cross moment of the target")
-    damped = moment.clone()
-    damped.diagonal().mul_(1 + ridge)
-    change, found = psd.solve(damped, target - moment @ down.mT)
+    change, found = correction(moment, target - moment @ down.mT, ridge)
     new = down.mT + change
     # By the normal equations C X = D − λ diag(C)(X − W): no further product with C.
     image = target - ridge * moment.diagonal()[:, None] * change
     left = energy - 2 * (new * target).sum() + (new * image).sum()
     error = (left.clamp_min(0) / energy).sqrt().item() if energy > 0 else 0.0
     return NystromResult(torch.arange(len(moment), device=moment.device), new.mT, error, 0.0, len(moment) - found)
+
+
+def correction(moment: Tensor, cross: Tensor, ridge: float) -> psd.Solution:
+    """Solve `min_δ Σ ‖r − δ z‖² + λ Σ C_ii ‖δ_:i‖²`, `δᵀ = (C + λ diag C)⁻¹ Σ z rᵀ`, for what a down projection lacks.
+
+    At any `λ` the residual is at most that of `δ = 0`. Cost: `rank³/3 + 2·rank²·d_model` operations.
+
+    Args:
+        moment: `(rank, rank)` second moment `C = Σ z zᵀ`, float64.
+        cross: `(rank, d_model)` `Σ z rᵀ`, float64.
+        ridge: `λ > 0`.
+
+    Returns:
+        `(rank, d_model)` `δᵀ`, and the rank of `C`.
+
+    Raises:
+        NotPositiveDefiniteError: an input is not finite.
+    """
+    psd.require_finite(cross, "the cross moment of the target")
+    damped = moment.clone()
+    damped.diagonal().mul_(1 + ridge)
+    return psd.solve(damped, cross)
