@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture
-from .experts import forwards
+from .forwards import forwards
 
 
 @contextmanager

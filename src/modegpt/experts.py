@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from .forwards import forwards
+
 
 class Routed(NamedTuple):
     """What one expert is given in one pass."""
@@ -95,22 +97,6 @@ def told(experts: Any, passes: Iterator[Sequence[Routed]]) -> Iterator[None]:
     """While the context is open, every forward of a mixture gives what it makes of the next of some passes."""
     with forwards({experts: lambda states, _chosen, _shares: combined(experts, next(passes), states)}):
         yield
-
-
-@contextmanager
-def forwards(instead: dict[Any, Callable[..., Any]]) -> Iterator[None]:
-    """While the context is open, modules compute with other functions than their own `forward`; contexts may nest."""
-    before = {module: vars(module).get("forward") for module in instead}
-    for module, forward in instead.items():
-        module.forward = forward
-    try:
-        yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
 
 
 def run_in_turn(model: PreTrainedModel) -> str | None:

@@ -117,7 +117,8 @@ def compress_block(
         solver = solver_of(module, config)
         try:
             if module == "mlp" and weights.experts:
-                decision = decide_experts(solver, weights, dims, ahead or moments, ranks[module], config)
+                own = moments if ahead is None else ahead
+                decision = decide_experts(solver, weights, dims, own, ranks[module], config)
             elif module == "mlp" and ahead is not None and solver.ahead is not None:
                 decision = solver.ahead(weights, dims, ahead, ranks[module], config)
             else:
