@@ -115,15 +115,14 @@ class ExpertRefit:
         lost, wanted = team.sum_(torch.stack((lost, self._wanted))).tolist()
         return (lost / wanted) ** 0.5 if wanted > 0 else 0.0
 
-    def _passes(self, group: range) -> Iterator[tuple[Sequence[Routed], Tensor]]:
-        """Yield, by batch, what the experts of a group read, and `m`, `(tokens, 1)`."""
+    def _passes(self, group: range) -> Iterator[list[Routed]]:
+        """Yield, by batch, what the experts of a group read."""
         inputs = iter(self._inputs)
         for batch, (chosen, shares) in enumerate(self._routing):
             if self.sent is not None:
-                sent = [each for each in self.sent[batch] if each.number in group]
+                yield [each for each in self.sent[batch] if each.number in group]
             else:
-                sent = list(routed(self._experts, next(inputs)[0].to(chosen.device), chosen, shares, group))
-            yield sent, ((chosen >= group.start) & (chosen < group.stop)).sum(1, keepdim=True)
+                yield list(routed(self._experts, next(inputs)[0].to(chosen.device), chosen, shares, group))
 
     def _residuals(self) -> Iterator[Tensor]:
         return (rows[0].to(self._wanted.device) for rows in self._lacking)
@@ -133,11 +132,11 @@ class ExpertRefit:
         _, d_model, width = self._experts.down_proj.shape
         moments = self._wanted.new_zeros(len(group), width, width)
         crosses = self._wanted.new_zeros(len(group), width, d_model)
-        batches = zip(self._passes(group), self._residuals(), self._weights, strict=True)
-        for (sent, together), residual, weights in batches:
+        batches = zip(self._passes(group), self._routing, self._residuals(), self._weights, strict=True)
+        for sent, (chosen, _shares), residual, weights in batches:
+            together = ((chosen >= group.start) & (chosen < group.stop)).sum(1, keepdim=True)
             for each in sent:
-                weight, place = weights[each.places], each.number - group.start
-                x = each.shares.float() * each.activations.float()
+                weight, place, x = weights[each.places], each.number - group.start, each.shared_activations
                 add_lower(moments[place], (weight * together[each.places]).sqrt() * x)
                 crosses[place] += x.mT @ (weight * residual[each.places])
         for moment in moments:
@@ -158,7 +157,7 @@ class ExpertRefit:
 
     def _add(self, group: range, changes: Sequence[Tensor]) -> None:
         """Take what a group now adds from the residuals."""
-        for batch, ((sent, _together), residual) in enumerate(zip(self._passes(group), self._residuals(), strict=True)):
+        for batch, (sent, residual) in enumerate(zip(self._passes(group), self._residuals(), strict=True)):
             left = residual.clone()  # a spilled one is the file that is written to
             for each in sent:
                 more = each.shares.float() * (each.activations @ changes[each.number - group.start].mT).float()

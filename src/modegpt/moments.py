@@ -173,7 +173,7 @@ class BlockMoments:
         Cost: `d_int²` operations for each expert of a token.
         """
         for each in sent:
-            x = each.shares.float() * each.activations.float()
+            x = each.shared_activations
             if self.roots is not None:
                 x = self.roots[each.places] * x
             add_lower(self.sums["experts"][each.number], x)
