@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from readme import load, table
+from stock_table import stock
 from zero_shot_tables import zero_shot
 
 ROOT = Path(__file__).parent.parent
@@ -245,6 +246,7 @@ def figures() -> str:
         other_text(),
         allocation(),
         gemma3(),
+        stock(),
         zero_shot(),
         speed(),
         lean(),

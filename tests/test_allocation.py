@@ -437,6 +437,48 @@ def test_an_impossible_budget_names_the_largest_sparsity_and_that_one_works():
         allocate("uniform", [llama(16, 32, 8, 2, whole=("qk",))], 0.2, ("qk",))
 
 
+def test_width_is_one_for_all_layers_and_nearest_to_the_budget():
+    sizes = [SEVEN_B] * 32
+    for sparsity in (0.05, 0.2, 0.4):
+        result = allocate("width", sizes, sparsity)
+        widths = {ranks["mlp"] for ranks in result.ranks}
+        assert len(widths) == 1
+        assert all(ranks["qk"] == ranks["vo"] == 128 for ranks in result.ranks)
+        # Half a neuron of every layer is what one width cannot tell.
+        assert abs(removed(sizes, result) - sparsity * total(sizes)) <= 32 * SEVEN_B.cost["mlp"] / 2
+        assert result.warnings == []
+
+
+def test_width_in_multiples_says_what_it_removes():
+    result = allocate("width", [SMOL] * 30, 0.2, round_to=256)
+    assert {ranks["mlp"] for ranks in result.ranks} == {1024}
+    share = removed([SMOL] * 30, result) / total([SMOL] * 30)
+    assert result.warnings == [
+        f"multiples this wide cannot meet the budget: {share:.2%} of the blocks' parameters are removed and not 20.00%"
+    ]
+    # 0.2 of the blocks are 0.2/0.75 of the MLPs: 1126 of 1536 neurons would stay, and 1024 is the nearest multiple.
+    assert result.sparsities == pytest.approx([share] * 30)
+
+
+def test_width_leaves_alone_what_must_stay_whole():
+    sizes = [llama(64, 96, 16, 4, whole=["mlp"]), llama(64, 96, 16, 4), llama(64, 96, 16, 4)]
+    result = allocate("width", sizes, 0.1)
+    assert result.ranks[0] == sizes[0].full
+    assert result.ranks[1] == result.ranks[2]
+    assert abs(removed(sizes, result) - 0.1 * total(sizes)) <= sizes[1].cost["mlp"]
+
+
+def test_width_refuses_what_no_width_removes():
+    with pytest.raises(
+        InputError, match=r"sparsity 0\.9 cannot be reached by compressing mlp .*: the largest possible is"
+    ):
+        allocate("width", [SMOL] * 30, 0.9)
+    with pytest.raises(InputError, match="modules 'qk,vo' must name mlp"):
+        allocate("width", [SMOL] * 30, 0.2, modules=("qk", "vo"))
+    with pytest.raises(InputError, match="cannot be reached"):
+        allocate("width", [SMOL] * 30, 0.2, round_to=2048)
+
+
 def test_sparsity_zero_touches_nothing():
     for rule in ("uniform", "influence", "owl"):
         result = allocate(rule, [SMOL], 0, MODULES, [1.0], round_to=48)

@@ -17,7 +17,7 @@ from modegpt.planning import make_plan
 TEXT = ["--calibration", "python-docs", "--samples", "4", "--seq-len", "32"]
 
 
-@pytest.mark.parametrize("rule", ["uniform", "influence", "influence-blocks", "owl", "error"])
+@pytest.mark.parametrize("rule", ["uniform", "influence", "influence-blocks", "owl", "error", "width"])
 def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny_llama_dir: Path, tmp_path: Path):
     plan_file, plot = tmp_path / "plan.json", tmp_path / "plan.png"
     how = ["--sparsity", "0.3", "--allocation", rule, *TEXT]
@@ -26,11 +26,11 @@ def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny
     )
     assert done.exit_code == 0, done.output
     assert plot.read_bytes().startswith(b"\x89PNG")
-    planned = json.loads(plan_file.read_text())
-    assert [layer["score"] is None for layer in planned["layers"]] == [rule == "uniform"] * len(planned["layers"])
+    planned, unscored = json.loads(plan_file.read_text()), rule in ("uniform", "width")
+    assert [layer["score"] is None for layer in planned["layers"]] == [unscored] * len(planned["layers"])
     for key in ("device_bytes", "host_bytes", "seconds"):
         assert planned["estimate"][key] > 0
-    assert (planned["scoring_seconds"] is None) == (rule == "uniform") == ("scoring took" not in done.output)
+    assert (planned["scoring_seconds"] is None) == unscored == ("scoring took" not in done.output)
 
     direct, by_plan = tmp_path / "direct", tmp_path / "by-plan"
     for out, options in ((direct, how), (by_plan, ["--plan", str(plan_file), *TEXT])):

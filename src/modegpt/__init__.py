@@ -12,6 +12,7 @@ from .compress import compress  # noqa: E402
 from .config import CompressionConfig  # noqa: E402
 from .errors import InputError, MissingExtraError, ModegptError, NumericalError  # noqa: E402
 from .evaluate import perplexity  # noqa: E402
+from .export.stock import stock_model  # noqa: E402
 from .zero_shot import evaluate_tasks  # noqa: E402
 
 __version__ = "0.1.0"
@@ -25,4 +26,5 @@ __all__ = [
     "compress",
     "evaluate_tasks",
     "perplexity",
+    "stock_model",
 ]

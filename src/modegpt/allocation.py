@@ -23,7 +23,7 @@ from .ranks import (
     trial_rank,
 )
 
-RULES = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
+RULES = ("uniform", "influence", "influence-blocks", "owl", "error", "width", "plan")
 PARTS = {"attention": ("qk", "vo"), "mlp": ("mlp",)}
 """What `influence-blocks` scores apart, in the order of the score's columns."""
 NEGLIGIBLE = 1e-9
@@ -67,6 +67,8 @@ def allocate(
     - `error` minimises the sum of what compressing each module alone damages, `D_lm (φ_lm/φ_trial)²`, under the same
       budget: `φ_lm ∝ w_lm/D_lm` off the bounds, where every module has the same marginal damage per parameter. One more
       bound: each module keeps at least half of the share that all would keep alike.
+    - `width` gives the MLPs, or the experts, of all layers one width, and leaves everything else whole: what the dense
+      model's own class has room for (`export.stock`). It is the width that comes nearest to the budget.
     - `plan` takes the ranks as given, and no notice of `sparsity`.
 
     The part of a module that stays whole falls on the others of its block, and beyond what these can lose on other
@@ -80,14 +82,15 @@ def allocate(
         scores: higher is more important; `(n_layers,)`, or `(n_layers, 2)` as attention, MLP for `influence-blocks`;
             for `error` `(n_layers, 3)`, the damage `D` of each of `MODULES` at its trial rank.
         temperature: ε in units of the score, or `auto`: see `auto_temperature`.
-        max_sparsity: φ_max, of a block (under `error`, of a module); `uniform` and `plan` know none.
+        max_sparsity: φ_max, of a block (under `error`, of a module); `uniform`, `width` and `plan` know none.
         round_to: every rank chosen is a multiple of this; at sparsity 0 nothing is touched.
         owl_lambda: λ of `owl`.
         plan: the ranks by layer, for `plan`.
 
     Returns:
         Ranks whose removed parameters are within 0.1 % of the request, or within one rank step of the largest module;
-        a warning says where `round_to` allows no such sum (`uniform` without it keeps its ceilings).
+        a warning says where `round_to` allows no such sum (`uniform` without it keeps its ceilings, `width` is within
+        half a neuron a layer).
 
     Raises:
         InputError: an argument is out of range, or the budget cannot be met; says the largest sparsity that can.
@@ -98,6 +101,8 @@ def allocate(
         return _planned(sizes, modules, plan, round_to)
     if sparsity == 0:
         return Allocation([0.0] * len(sizes), [dict(size.full) for size in sizes])
+    if rule == "width":
+        return _one_width(sizes, sparsity, modules, round_to)
     slots, warnings = open_slots(sizes, modules, round_to)
     if not slots:
         raise InputError(_impossible(sparsity, 0.0, modules, max_sparsity, round_to))
@@ -223,14 +228,40 @@ def _whole_ranks(
     ranks = [dict(size.full) for size in sizes]
     for slot, steps in zip(slots, round_to_budget(slots, wanted, urgency, allowed), strict=True):
         ranks[slot.layer][slot.module] = slot.top - steps * slot.grain
-    removed = sum(size.removed(chosen) for size, chosen in zip(sizes, ranks, strict=True))
-    if abs(removed - budget) > allowed:
-        total = sum(size.total for size in sizes)
-        warnings.append(
-            f"multiples this wide cannot meet the budget: {removed / total:.2%} of the blocks' parameters are removed "
-            f"and not {budget / total:.2%}"
-        )
+    warnings += _missed(sizes, ranks, budget, allowed)
     return ranks
+
+
+def _missed(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], budget: float, allowed: float) -> list[str]:
+    """Say that ranks on a coarse grid miss the budget by more than is allowed."""
+    removed = sum(size.removed(chosen) for size, chosen in zip(sizes, ranks, strict=True))
+    if abs(removed - budget) <= allowed:
+        return []
+    total = sum(size.total for size in sizes)
+    return [
+        f"multiples this wide cannot meet the budget: {removed / total:.2%} of the blocks' parameters are removed and "
+        f"not {budget / total:.2%}"
+    ]
+
+
+def _one_width(sizes: Sequence[LayerSizes], sparsity: float, modules: Sequence[str], round_to: int) -> Allocation:
+    """Return the width of all MLPs that comes nearest to the budget; layers whose MLP must stay whole keep it."""
+    if "mlp" not in modules:
+        raise InputError(f"the rule 'width' cuts MLPs alone: modules '{','.join(modules)}' must name mlp")
+    slots, warnings = open_slots(sizes, ("mlp",), round_to)
+    total, a_neuron = sum(size.total for size in sizes), sum(slot.cost for slot in slots)
+    reachable = sum(slot.most for slot in slots) / total
+    if not slots or sparsity > reachable * (1 + 1e-9):
+        raise InputError(_impossible(sparsity, reachable, ("mlp",), 1.0, round_to))
+    first, budget = slots[0], sparsity * total
+    steps = math.floor((first.full - budget / a_neuron) / first.grain + 0.5)
+    width = min(first.top, max(first.grain, steps * first.grain))
+    cut = {slot.layer for slot in slots}
+    ranks = [{**size.full, "mlp": width} if layer in cut else dict(size.full) for layer, size in enumerate(sizes)]
+    if round_to > 1:
+        warnings += _missed(sizes, ranks, budget, allowed_error(budget, sizes))
+    shares = [size.removed(chosen) / size.total for size, chosen in zip(sizes, ranks, strict=True)]
+    return Allocation(shares, ranks, warnings=warnings)
 
 
 def _ceilings(size: LayerSizes, sparsity: float, modules: Sequence[str]) -> dict[str, int]:

@@ -39,8 +39,12 @@ def compressed_config(
 
 def build(config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
     """Put a compressed causal language model together from its config and its tensors, which it takes over."""
-    model_class = compressed_class(config.architectures[0].removeprefix(PREFIX))  # pyright: ignore[reportOptionalSubscript]
-    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=config.dtype).eval()  # pyright: ignore[reportAttributeAccessIssue]
+    return assemble(compressed_class(config.architectures[0].removeprefix(PREFIX)), config, state)  # pyright: ignore[reportOptionalSubscript]
+
+
+def assemble(model_class: Any, config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
+    """Make a model of a class from its config and its tensors, which it takes over, in the config's dtype."""
+    model = model_class.from_pretrained(None, config=config, state_dict=state, dtype=config.dtype).eval()
     # transformers makes the text "None" of the missing name, and PEFT would write that into its adapters.
     model.name_or_path = model.config.name_or_path = ""
     return model

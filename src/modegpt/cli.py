@@ -26,6 +26,7 @@ from .cli_support import (
 from .commands.bench import bench
 from .commands.check import check
 from .commands.evaluate import evaluate
+from .commands.export import export
 from .commands.report import report as report_page
 from .commands.settings import configured
 from .commands.sweep import sweep
@@ -260,6 +261,7 @@ def demo(
 app.command("bench")(bench)
 app.command("check")(check)
 app.command("eval")(evaluate)
+app.command("export")(export)
 app.command("report")(report_page)
 app.command("sweep")(sweep)
 

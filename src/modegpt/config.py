@@ -22,7 +22,7 @@ COVERAGE = 0.1875
 """Share of extra calibration windows that `best` lets the model write (`own_text.py`)."""
 RARITY = 0.25
 """Exponent by which `best` weights tokens (`token_weights.py`)."""
-ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "plan")
+ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "width", "plan")
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that can be refitted to the dense model's hidden states."""
 
@@ -43,11 +43,12 @@ class CompressionConfig:
     allocation: str = "uniform"
     """`uniform`; `influence` (less from layers with a high Block Influence); `influence-blocks` (attention and MLP
     scored apart); `owl` (less from layers with many outlying weights); `error` (ranks of all modules by the damage that
-    the solvers themselves do); `plan` (the ranks of `plan`)."""
+    the solvers themselves do); `width` (one MLP width in all layers, and the rest whole, for `modegpt export`); `plan`
+    (the ranks of `plan`)."""
     temperature: float | str = "auto"
     """ε of the influence rules, in units of the score; `auto`: the smallest at which no layer exceeds 80 %."""
     max_sparsity: float = 0.95
-    """Upper bound on one layer's sparsity, under every rule but `uniform` and `plan`."""
+    """Upper bound on one layer's sparsity, under every rule but `uniform`, `width` and `plan`."""
     round_to: int = 1
     """Keep every query-key dim, value dim and MLP width a multiple of this (8, 16, 64 suit GPU kernels)."""
     owl_threshold: float = 5.0

@@ -9,6 +9,7 @@ DEEPSEEK_V2 = Architecture(
     name="DeepseekV2",
     experts="mlp.experts",
     n_experts="n_routed_experts",
+    shared_experts="n_shared_experts",
     shared_down="mlp.shared_experts.down_proj",
     width="moe_intermediate_size",
     # Its keys and values come from one narrow latent, which is what the cache holds: there is no head to narrow.

@@ -17,6 +17,7 @@ ERNIE4_5_MOE = replace(
     model_type="ernie4_5_moe",
     name="Ernie4_5_Moe",
     experts="mlp.experts",
+    shared_experts="moe_num_shared_experts",
     shared_down="mlp.shared_experts.down_proj",
     width="moe_intermediate_size",
     file_names=((".mlp.gate.moe_statics.", ".mlp.moe_statics."),),

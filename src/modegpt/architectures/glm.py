@@ -27,6 +27,7 @@ GLM4_MOE = Architecture(
     name="Glm4Moe",
     experts="mlp.experts",
     n_experts="n_routed_experts",
+    shared_experts="n_shared_experts",
     shared_down="mlp.shared_experts.down_proj",
     width="moe_intermediate_size",
     partial_rotary=True,

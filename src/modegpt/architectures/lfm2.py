@@ -20,6 +20,10 @@ class Lfm2Architecture(Architecture):
                 width = -(-int(config.block_ffn_dim_multiplier * width) // multiple) * multiple
         return width
 
+    def set_mlp_width(self, config: Any, width: int) -> None:
+        """Name the very width."""
+        config.intermediate_size, config.block_auto_adjust_ff_dim = width, False
+
 
 LFM2 = Lfm2Architecture(
     model_type="lfm2",

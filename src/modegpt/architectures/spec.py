@@ -56,6 +56,8 @@ class Architecture:
     """The config's name for their number."""
     experts_per_token: str = "num_experts_per_tok"
     """The config's name for how many of them a token is sent to."""
+    shared_experts: str = ""
+    """The config's name for how many experts wide an MLP beside them is, where its width is told so."""
     shared_down: str = ""
     """Of an MLP beside the experts that all tokens pass, and that stays whole: the projection out of it, from the
     block."""
@@ -166,6 +168,16 @@ class Architecture:
     def mlp_width(self, config: Any) -> int:
         """Return the width of a dense model's MLPs."""
         return getattr(config, self.width) or 4 * config.hidden_size
+
+    def set_mlp_width(self, config: Any, width: int) -> None:
+        """Give a dense model's config another width of its MLPs: what `mlp_width` returns of it from then on.
+
+        An MLP beside experts whose width follows from theirs stays as wide, or becomes wider by less than one expert.
+        """
+        if self.shared_experts:
+            shared = self.mlp_width(config) * (getattr(config, self.shared_experts) or 0)
+            setattr(config, self.shared_experts, -(-shared // width))
+        setattr(config, self.width, width)
 
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""

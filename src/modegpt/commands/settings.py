@@ -18,7 +18,7 @@ HELP = {
     "seq_len": "Tokens of each.",
     "sampling": "random windows, or sequential from the start.",
     "seed": "Of the random windows.",
-    "allocation": "uniform, error, influence, influence-blocks or owl.",
+    "allocation": "uniform, error, influence, influence-blocks, owl or width.",
     "temperature": "Of the influence rules, in units of the score, or auto.",
     "max_sparsity": "Upper bound on one layer, if not uniform.",
     "round_to": "Keep every dim a multiple of this: 8, 16 or 64 suit GPUs.",

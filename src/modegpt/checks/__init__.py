@@ -1,0 +1,1 @@
+"""What `modegpt check` proves on a model, one function a check."""

@@ -1,0 +1,132 @@
+"""Whether the description of a family is true of its stock model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..densify import densify
+from ..modeling_modegpt import decoder_layers
+from .subject import Subject, distance, logits, run_hooked, verdict
+
+
+def sparsity_zero(subject: Subject) -> tuple[str, str]:
+    """Compress to full ranks, and compare with the dense model."""
+    whole, expected = subject.compress(subject.ids, 0.0), logits(subject.dense, subject.ids)
+    return verdict(
+        distance(logits(whole, subject.ids), expected),
+        subject.allowed(expected),
+        "with nothing removed the model computes what it did",
+        "with nothing removed it already computes something else: the family's description is wrong",
+    )
+
+
+def zeroed(subject: Subject) -> tuple[str, str]:
+    """Compare with the dense model that has zeros where the compressed one ends."""
+    widened = densify(subject.architecture, subject.dims, subject.compressed, subject.dense)
+    expected = logits(widened, subject.ids)
+    if distance(expected, logits(subject.dense, subject.ids)) <= subject.allowed(expected):
+        return "failed", "nothing was removed: give a larger sparsity"
+    return verdict(
+        distance(logits(subject.compressed, subject.ids), expected),
+        subject.allowed(expected),
+        "it computes what the dense model does with the removed coordinates set to zero",
+        "it does not compute what the dense model does with the removed coordinates set to zero",
+    )
+
+
+def _silence(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
+    return torch.zeros_like(output)
+
+
+def _typical(subject: Subject) -> nn.Module:
+    """Return the first dense block whose MLP has a rank."""
+    architecture = subject.architecture
+    blocks = decoder_layers(subject.dense, architecture.describe())
+    return next(block for block in blocks if not architecture.experts or architecture.mixture(block) is not None)
+
+
+@torch.no_grad()
+def order(subject: Subject) -> tuple[str, str]:
+    """Silence attention, then the MLP, of one block, and see which of its places hear the difference."""
+    architecture, block = subject.architecture, _typical(subject)
+    places = {"the MLP": block.get_submodule(architecture.experts or architecture.up[0])}
+    if not architecture.parallel:
+        places[f"`middle` ({architecture.middle})"] = architecture.middle_module(block)
+
+    def heard(silent: Sequence[nn.Module] = ()) -> dict[str, Tensor]:
+        inputs: dict[str, Tensor] = {}
+
+        def note(name: str) -> Any:
+            return lambda module, arguments: inputs.update({name: arguments[0].clone()})
+
+        hooks = [module.register_forward_pre_hook(note(name)) for name, module in places.items()]
+        run_hooked(subject, hooks + [module.register_forward_hook(_silence) for module in silent])
+        return inputs
+
+    attention = [module for module, _as_pair in architecture.mixing(block)]
+    plain, silenced = heard(), {"attention": heard(attention)}
+    silenced["the MLP"] = heard([block.get_submodule(architecture.experts or architecture.down)])
+    if architecture.whole_attention and not _all_mixing_is_named(subject):
+        return "failed", f"`middle` ({architecture.middle}) depends on more than what is named: see mixers, middle"
+    for source, inputs in silenced.items():
+        for name, place in inputs.items():
+            expected = source == "attention" and not architecture.parallel
+            if torch.equal(place, plain[name]) == expected:
+                return (
+                    "failed",
+                    f"{name} {'does not depend' if expected else 'depends'} on {source}: see parallel, middle",
+                )
+    return (
+        "passed",
+        f"attention and MLP are {'parallel' if architecture.parallel else 'one after the other'}, as described",
+    )
+
+
+def _all_mixing_is_named(subject: Subject) -> bool:
+    """Whether the residual stream comes to the middle of every block as it is, when all that mixes tokens is silent."""
+    seen: list[Tensor] = []
+    hooks: list[RemovableHandle] = []
+    for block in decoder_layers(subject.dense, subject.architecture.describe()):
+        hooks += [module.register_forward_hook(_silence) for module, _as_pair in subject.architecture.mixing(block)]
+        for place in (block, subject.architecture.middle_module(block)):
+            hooks.append(place.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].clone())))
+    run_hooked(subject, hooks)
+    return all(torch.equal(before, middle) for before, middle in zip(seen[::2], seen[1::2], strict=True))
+
+
+@torch.no_grad()
+def mlp_sum(subject: Subject) -> tuple[str, str]:
+    """Change what the MLP of one block gives, and see whether the block's output changes by what it should."""
+    architecture = subject.architecture
+    if not architecture.adds_mlp:
+        return "skipped", "the block norms or scales its sum, so the MLP is compressed without the dense model beside"
+    block = _typical(subject)
+    down = block.get_submodule(architecture.experts or architecture.down)
+
+    def run(change: float) -> tuple[Tensor, Tensor]:
+        """Return the MLP's output, each coordinate of it changed, and the block's."""
+        seen: list[Tensor] = []
+
+        def alter(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+            output = output + change * torch.linspace(-1, 1, output.shape[-1], dtype=output.dtype, device=output.device)
+            seen.append(output.clone())
+            return output
+
+        def note(_module: Any, _inputs: Any, output: Any) -> None:
+            seen.append((output[0] if architecture.tuple_output else output).clone())
+
+        run_hooked(subject, [down.register_forward_hook(alter), block.register_forward_hook(note)])
+        return seen[0].view_as(seen[1]), seen[1]
+
+    (output, before), (changed, after) = run(0), run(1)
+    expected = architecture.added(block, changed) - architecture.added(block, output)
+    difference, allowed = distance(after - before, expected), subject.allowed(before)
+    told = f"off by {difference:.1e} at most, allowed {allowed:.1e}"
+    if difference <= allowed:
+        return "passed", f"a block adds to the residual stream what is described of its MLP's output ({told})"
+    return "failed", f"a block adds something else of its MLP's output: see mlp_norm, mlp_factor, adds_mlp ({told})"

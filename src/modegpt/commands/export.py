@@ -1,0 +1,37 @@
+"""`modegpt export`: a compressed model for whatever knows the dense model's own class alone."""
+
+from pathlib import Path
+
+import typer
+
+from ..cli_support import JSON, check_json, console, emit, quiet
+from ..config import DTYPES, check_choice
+
+
+def export(
+    model: str = typer.Argument(..., metavar="MODEL", help="A compressed checkpoint: folder or hub name."),
+    out: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for the stock checkpoint."),
+    dtype: str = typer.Option("auto", help=f"Of the written weights: {', '.join(DTYPES)}."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it exists."),
+    json_file: str | None = JSON,
+) -> None:
+    """Write a compressed MODEL as its dense family's stock class, for vLLM, SGLang, llama.cpp and the like."""
+    check_choice("dtype", dtype, DTYPES)
+    check_json(json_file)
+    quiet()
+    from ..export.stock import export_stock
+    from ..report import protocol
+
+    result = export_stock(model, out, dtype=dtype, overwrite=overwrite)
+    emit({**result, "protocol": protocol()}, json_file)
+    say, counts, zeros = console(json_file).print, result["parameters"], result["zeros"]
+    say(f"{result['class']}, MLP width {result['mlp_width']:,}, {counts['exported']:,} parameters")
+    if padded := sum(zeros.values()):
+        where = " and ".join(f"{count:,} in {what}" for what, count in _named(zeros).items() if count)
+        say(f"{padded:,} of them are zeros that the compressed model does without: {where}")
+        say("compress with --allocation width for a model that its stock class holds without any")
+    say(f"written to {out}", markup=False, soft_wrap=True)
+
+
+def _named(zeros: dict[str, int]) -> dict[str, int]:
+    return {"attention, whose key-value cache is the dense one": zeros["attention"], "MLPs": zeros["mlp"]}

@@ -1,0 +1,1 @@
+"""Other forms of a compressed model: today, the stock classes of its dense family."""

@@ -1,0 +1,203 @@
+"""`modegpt export`: what it writes, and that nothing is lost or half-written when it cannot."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
+
+import modegpt
+from conformance.helpers import run_python
+from modegpt import CompressionConfig, InputError
+from modegpt.architectures.spec import Architecture
+from modegpt.errors import WriteError
+from modegpt.export.stock import export_stock
+from test_cli import assert_refused
+from test_cli import modegpt as command
+
+SMALL = {"samples": 8, "seq_len": 64}
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny_llama_dir: Path, small_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with everything cut."""
+    out = tmp_path_factory.mktemp("compressed") / "all"
+    modegpt.compress(str(tiny_llama_dir), small_text_file, CompressionConfig(sparsity=0.3, **SMALL), out=out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_llama_dir: Path, small_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with one MLP width."""
+    out = tmp_path_factory.mktemp("compressed") / "narrow"
+    config = CompressionConfig(sparsity=0.2, allocation="width", round_to=8, **SMALL)
+    modegpt.compress(str(tiny_llama_dir), small_text_file, config, out=out)
+    return out
+
+
+def parameters(folder: Path) -> int:
+    return AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+
+
+def test_an_exported_model_needs_nothing_of_this_package(narrow: Path, tmp_path: Path):
+    out = tmp_path / "stock"
+    result = command("export", narrow, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "are zeros" not in result.output
+    tokenizer = AutoTokenizer.from_pretrained(narrow)
+    ids = tokenizer("the class statement", return_tensors="pt").input_ids
+    ours = AutoModelForCausalLM.from_pretrained(narrow).generate(ids, max_new_tokens=8, do_sample=False)
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
+        "ids = AutoTokenizer.from_pretrained(sys.argv[1])('the class statement', return_tensors='pt').input_ids\n"
+        "made = model.generate(ids, max_new_tokens=8, do_sample=False)\n"
+        "assert 'modegpt' not in sys.modules\n"
+        "print('got', type(model).__name__, made[0].tolist())"
+    )
+    said = run_python("-c", code, out, cache=tmp_path)
+    assert f"got LlamaForCausalLM {ours[0].tolist()}" in said
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert not {"modegpt", "auto_map"} & config.keys()
+    assert not (out / "modeling_modegpt.py").exists()
+
+
+def test_the_figures_are_those_of_the_models(compressed: Path, tiny_llama_dir: Path, tmp_path: Path):
+    file = tmp_path / "result.json"
+    result = command("export", compressed, "--out", tmp_path / "stock", "--json", file)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    before, after = parameters(compressed), parameters(tmp_path / "stock")
+    assert found["parameters"] == {"compressed": before, "exported": after}
+    assert sum(found["zeros"].values()) == after - before
+    # The widths of the layers are one under `uniform`, so all that is padded is attention: rows and columns of zeros.
+    assert found["zeros"]["mlp"] == 0
+    stock, dense = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "stock", tiny_llama_dir))
+    assert found["mlp_width"] == stock.config.intermediate_size < dense.config.intermediate_size
+    attention = [stock.get_parameter(name) for name, _ in stock.named_parameters() if "self_attn" in name]
+    assert sum((weight == 0).sum().item() for weight in attention) == found["zeros"]["attention"] > 0
+    assert "zeros" in result.output
+    assert "--allocation width" in result.output
+
+
+def test_weights_are_written_in_the_dtype_of_the_checkpoint_or_another(narrow: Path, tmp_path: Path):
+    half = tmp_path / "half"
+    model = AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.bfloat16)
+    model.save_pretrained(half)
+    for source, asked, expected in (
+        (half, "auto", torch.bfloat16),
+        (narrow, "auto", torch.float32),
+        (narrow, "float16", torch.float16),
+    ):
+        out = tmp_path / f"{source.name}-{asked}"
+        assert export_stock(str(source), out, dtype=asked)["dtype"] == str(expected).removeprefix("torch.")
+        opened = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+        assert {parameter.dtype for parameter in opened.parameters()} == {expected}
+
+
+def test_an_exported_model_can_be_compressed_again(narrow: Path, small_text_file: Path, tmp_path: Path):
+    export_stock(str(narrow), tmp_path / "stock")
+    config = CompressionConfig(sparsity=0.2, **SMALL)
+    modegpt.compress(str(tmp_path / "stock"), small_text_file, config, out=tmp_path / "again")
+    assert parameters(tmp_path / "again") < parameters(narrow)
+
+
+def test_a_model_without_a_tokenizer_is_exported_without(narrow: Path, tmp_path: Path):
+    bare = tmp_path / "bare"
+    AutoModelForCausalLM.from_pretrained(narrow).save_pretrained(bare)
+    export_stock(str(bare), tmp_path / "stock")
+    assert sorted(file.name for file in (tmp_path / "stock").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def test_a_model_whose_code_came_with_it_becomes_stock_too(narrow: Path, tmp_path: Path):
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "import modegpt\n"
+        "assert not type(model).__module__.startswith('modegpt.'), type(model).__module__\n"
+        "print('got', type(modegpt.stock_model(model)).__name__)"
+    )
+    assert "got LlamaForCausalLM" in run_python("-c", code, narrow, cache=tmp_path)
+
+
+def test_wrong_calls(narrow: Path, tiny_llama_dir: Path, tmp_path: Path):
+    assert_refused(command("export", tiny_llama_dir, "--out", tmp_path / "x"), "is not compressed", str(tiny_llama_dir))
+    assert_refused(command("export", tmp_path / "none", "--out", tmp_path / "x"), "does not exist")
+    assert_refused(command("export", narrow, "--out", tmp_path), "exists; choose another, or add --overwrite")
+    assert_refused(command("export", narrow, "--out", narrow, "--overwrite"), "holds the model")
+    assert_refused(command("export", narrow, "--out", tmp_path / "x", "--dtype", "int4"), "dtype 'int4' is unknown")
+    assert_refused(command("export", narrow), "--out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_replaced_whole(narrow: Path, compressed: Path, tmp_path: Path):
+    out = tmp_path / "stock"
+    export_stock(str(compressed), out)
+    (out / "own.txt").write_text("of an earlier export")
+    export_stock(str(narrow), out, overwrite=True)
+    assert not (out / "own.txt").exists()
+    assert parameters(out) == parameters(narrow)
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+
+
+@pytest.mark.parametrize("problem", [OSError(28, "No space left on device"), SafetensorError("I/O error: no space")])
+def test_a_disk_that_refuses_leaves_what_was_there(
+    narrow: Path, compressed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+):
+    out = tmp_path / "stock"
+    export_stock(str(compressed), out)
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+
+    def refuse(self: PreTrainedModel, folder: Path) -> None:
+        (Path(folder) / "config.json").write_text("{")
+        raise problem
+
+    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", refuse)
+    with pytest.raises(WriteError, match=f"could not be written to '{out}': .*space"):
+        export_stock(str(narrow), out, overwrite=True)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+
+
+def test_what_a_killed_export_left_is_named(narrow: Path, tmp_path: Path):
+    left = tmp_path / "stock.exporting"
+    left.mkdir()
+    with pytest.raises(InputError, match=f"'{left}' exists, perhaps of an export that was killed"):
+        export_stock(str(narrow), tmp_path / "stock")
+    left.rmdir()
+    export_stock(str(narrow), tmp_path / "stock")
+
+
+def test_a_stock_class_whose_other_weights_follow_the_width_is_refused(
+    narrow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A family's file may not say yet what else a width decides: nothing wrong is written then."""
+    set_width = Architecture.set_mlp_width
+
+    def narrower_everywhere(self: Architecture, config: object, width: int) -> None:
+        set_width(self, config, width)
+        config.hidden_size //= 2  # pyright: ignore[reportAttributeAccessIssue]
+
+    monkeypatch.setattr(Architecture, "set_mlp_width", narrower_everywhere)
+    with pytest.raises(
+        InputError, match=r"LlamaForCausalLM cannot have intermediate_size .*layernorm\.weight' of layer 0"
+    ):
+        export_stock(str(narrow), tmp_path / "stock")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_is_opened_by_its_names_alone(narrow: Path, tmp_path: Path):
+    """Moved, and opened in another process by a relative path."""
+    export_stock(str(narrow), tmp_path / "here" / "stock")
+    shutil.move(tmp_path / "here" / "stock", tmp_path / "there")
+    code = "import sys; from transformers import pipeline; print(pipeline('text-generation', sys.argv[1])('the')[0])"
+    assert "generated_text" in run_python("-c", code, "there", cache=tmp_path)
