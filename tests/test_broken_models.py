@@ -43,7 +43,7 @@ def refused(model: Path, match: str) -> None:
     assert sorted(path.name for path in model.parent.iterdir()) == ["model"]
 
 
-@pytest.mark.parametrize("method", ["fp8", "bitsandbytes", "gptq"])
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "gptq"])
 def test_quantized_weights_are_refused_by_name(model: Path, method: str):
     edit_config(model, quantization_config={"quant_method": method})
     refused(model, f"quantized \\({method}\\).*16 or 32 bits")

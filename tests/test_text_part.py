@@ -237,9 +237,9 @@ def test_what_the_outer_config_says_holds(tmp_path: Path):
     assert result.generation_config is not None
     for settings in (result.config, result.generation_config, open_model(str(tmp_path)).generation_config):
         assert settings.eos_token_id == [7, 9]
-    config["quantization_config"] = {"quant_method": "fp8"}
+    config["quantization_config"] = {"quant_method": "gptq"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"quantized \(fp8\)"):
+    with pytest.raises(InputError, match=r"quantized \(gptq\)"):
         modegpt.compress(str(tmp_path), TOKENS, SETTINGS)
 
 

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from .architectures import Architecture, architecture_of
 from .blocks import tied_tensors
 from .errors import InputError, MissingExtraError, first_line, refused
+from .packed import packing, plain, quantization
 from .text_part import KEY_MAPPING, has_text_part, text_part
 
 TOKENIZER_FILES = (
@@ -92,10 +93,12 @@ def local_folder(name: str) -> Path | None:
 def open_config(name: str) -> PreTrainedConfig:
     """Read a model's config, and nothing else of it; of a multimodal model that of its language model.
 
+    Of a model whose weights are packed it is that of the unpacked one (`packed.plain`).
+
     Raises:
         InputError: there is no such model, or its config cannot be read.
     """
-    return text_part(outer_config(name))
+    return plain(text_part(outer_config(name)))
 
 
 def outer_config(name: str) -> PreTrainedConfig:
@@ -139,7 +142,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     """Load a dense or compressed causal language model in evaluation mode; of a multimodal one its language model.
 
     Args:
-        name: hub name, folder or `.gguf` file (whose quantized weights are unpacked).
+        name: hub name, folder or `.gguf` file. Quantized weights of the latter are unpacked, and so are 8-bit floats.
         dtype: of the weights in memory; `auto` keeps the stored one, float32 on a CPU.
         device: where to put the model.
 
@@ -161,6 +164,11 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     if config is not None and has_text_part(config):
         arguments |= {"config": text_part(config), "key_mapping": KEY_MAPPING}
         transformers_logging.set_verbosity_error()  # it would list every weight of the towers
+    about = {} if config is None or packing(text_part(config)) is None else quantization(text_part(config))
+    if about.get("quant_method") == "fp8":
+        from transformers import FineGrainedFP8Config
+
+        arguments["quantization_config"] = FineGrainedFP8Config.from_dict({**about, "dequantize": True})
     try:
         with refused(f"model '{name}' cannot be loaded"):
             # With the loading info it returns a pair, which transformers' types do not say.
@@ -179,6 +187,8 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
         )
     if "key_mapping" in arguments:
         model._weight_conversions = None  # with which `save_pretrained` would turn the names round, into nonsense
+    if about:
+        model.config = plain(model.config)
     if not tied_tensors(model):
         model.config.tie_word_embeddings = False  # its files say so
     return model.to(device).eval()

@@ -23,8 +23,9 @@ from .evaluate import check_window
 from .experts import run_in_turn
 from .modeling_modegpt import decoder_layers
 from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer, outer_config
+from .packed import FLOATS, packing, plain
 from .report import versions
-from .shards import ShardBlocks, find_tensors, fingerprint, skeleton, unties, why_not_streamable
+from .shards import ShardBlocks, check_packing, find_tensors, fingerprint, skeleton, unties, why_not_streamable
 from .text_part import about_text_part, text_part
 
 EXPERT_STEP = 8
@@ -130,21 +131,27 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
     else:
         name = os.path.abspath(model) if Path(model).exists() else model  # noqa: PTH100 - a link to a blob keeps its name
         whole = outer_config(name)
-        config = text_part(whole)
+        packed = packing(text_part(whole))
+        config = plain(text_part(whole))
         architecture = architecture_of(config)
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)
         empty = skeleton(config)
         files = {} if folder is None else find_tensors(folder)
-        if unties(files, empty, dtype):
+        check_packing(files, packed)
+        if unties(files, empty, dtype, packed):
             config.tie_word_embeddings = False
             empty = skeleton(config)
         layers = decoder_layers(empty, architecture.describe())
         obstacle = why_not_streamable(files, empty, layers)
         if folder is not None and obstacle is None:
-            blocks = ShardBlocks(files, empty, layers, dtype, device)
+            blocks = ShardBlocks(files, empty, layers, dtype, device, packed)
             generation_config = _generation_config(folder, empty)
             identity, notes = fingerprint(files), []
+        elif packed is not None:
+            raise InputError(
+                f"weights in 8 bits are unpacked block by block, and this model cannot be read so: {obstacle}"
+            )
         else:
             loaded = open_model(name, dtype)
             config.tie_word_embeddings = loaded.config.tie_word_embeddings
@@ -153,6 +160,8 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
             notes = [f"the model was loaded whole, not streamed: {obstacle}"]
         run_in_turn(blocks.model)
         notes += about_text_part(whole)
+        if any(entry.dtype in FLOATS for entry in files.values()):
+            notes.append("its weights, stored in 8 bits, were unpacked as they were read")
     dims = Dimensions.of(architecture, config)
     return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)
 

@@ -18,6 +18,7 @@ from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError, refused
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
+from .packed import FLOATS, Packing, unpack
 from .safetensors_merge import Entry, read_header
 from .text_part import names_in_files
 
@@ -71,7 +72,16 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
     return None
 
 
-def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype) -> bool:
+def check_packing(files: dict[str, Entry], packing: Packing | None) -> None:
+    """Raise `InputError` unless it is known what every weight in 8 bits means."""
+    for name, entry in files.items():
+        if packing is not None:
+            packing.scale_of(name, entry.dtype, files)
+        elif entry.dtype in FLOATS:
+            raise InputError(f"the checkpoint has '{name}' in 8 bits, and its config does not say how it is quantized")
+
+
+def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype, packing: Packing | None) -> bool:
     """Whether a checkpoint holds two different weights for what its config ties (`model` is its skeleton).
 
     transformers then goes by the files, by what they are in the dtype to run in. Cost: where the files hold both, both
@@ -79,7 +89,7 @@ def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype) 
     """
     for pair in model.all_tied_weights_keys.items() if model.config.tie_word_embeddings else ():
         stored = [name for each in pair if (name := _stored_name(each, files, model)) is not None]
-        if len(stored) == 2 and not torch.equal(*(_read(files, name).to(dtype) for name in stored)):
+        if len(stored) == 2 and not torch.equal(*(_read(files, name, packing).to(dtype) for name in stored)):
             return True
     return False
 
@@ -93,6 +103,7 @@ class ShardBlocks:
         layers: the skeleton's blocks.
         dtype: to run in.
         device: where embeddings are looked up.
+        packing: of weights in 8 bits.
     """
 
     def __init__(
@@ -102,9 +113,10 @@ class ShardBlocks:
         layers: nn.ModuleList,
         dtype: torch.dtype,
         device: torch.device,
+        packing: Packing | None = None,
     ) -> None:
         """Note where everything is; no weight is read."""
-        self._files, self.dtype, self.device = files, dtype, device
+        self._files, self.dtype, self.device, self._packing = files, dtype, device, packing
         self.model, self.layers = model, layers
         self.prefix = layers_prefix(self.model, self.layers)
         self._architecture = architecture_of(model.config)
@@ -128,7 +140,7 @@ class ShardBlocks:
         return block.eval()
 
     def other_tensors(self) -> dict[str, Tensor]:
-        """See `BlockSource.other_tensors`; the tensors are read from the shards, in their stored dtype."""
+        """See `BlockSource.other_tensors`; the tensors are read from the shards, in their stored dtype, or float32."""
         inside = self.prefix + "."
         return {name: self._read(name) for name in required_tensors(self.model) if not name.startswith(inside)}
 
@@ -193,11 +205,11 @@ class ShardBlocks:
     def _read(self, name: str) -> Tensor:
         stored = _stored_names(name, self._files, self.model)
         if len(stored) == 1:
-            return _read(self._files, stored[0])
-        first = _read(self._files, stored[0])
+            return _read(self._files, stored[0], self._packing)
+        first = _read(self._files, stored[0], self._packing)
         fused = first.new_empty(len(stored), *first.shape)
         for part, own in zip(fused, stored, strict=True):
-            part.copy_(_read(self._files, own))
+            part.copy_(_read(self._files, own, self._packing))
         return fused.view(self._n_experts, -1, first.shape[-1])
 
 
@@ -228,10 +240,17 @@ def fingerprint(files: dict[str, Entry]) -> dict[str, str]:
     return result
 
 
-def _read(files: dict[str, Entry], name: str) -> Tensor:
+def _read(files: dict[str, Entry], name: str, packing: Packing | None) -> Tensor:
+    """Return a tensor as it is stored, a packed one in float32."""
     with safe_open(files[name].path, framework="pt") as file:
         # A copy, so that the pages of the memory-mapped file are given back with it.
-        return file.get_tensor(name).clone()
+        tensor = file.get_tensor(name).clone()
+    if packing is None or (scale := packing.scale_of(name, files[name].dtype, files)) is None:
+        return tensor
+    try:
+        return unpack(tensor, _read(files, scale, None), packing.block)
+    except ValueError as problem:
+        raise InputError(f"'{name}' cannot be unpacked: {problem}") from problem
 
 
 def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:

@@ -28,6 +28,7 @@ from .inspection import describe
 from .measures import Measures, Quality
 from .measuring import seen_text
 from .models import open_model, outer_config, resolve_device
+from .packed import plain
 from .partial import PartialCheckpoint, check_fingerprint, finished_report
 from .preparation import Text, open_text, run_fingerprint
 from .report import Stopwatch, machine, protocol
@@ -142,7 +143,7 @@ class _Sweep:
         self.out, self.measures, self.keep_models, self.progress = out, measures, keep_models, progress
         self.device = resolve_device(config.device)
         outer = outer_config(model)
-        dense_config, self.notes = text_part(outer), about_text_part(outer)
+        dense_config, self.notes = plain(text_part(outer)), about_text_part(outer)
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:
             check_settings(self.speed, [dense_config])

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..errors import InputError
+from ..packed import packing, quantization
 from ..text_part import MULTIMODAL, has_text_part
 from .apertus import APERTUS
 from .arcee import ARCEE
@@ -118,12 +119,13 @@ def architecture_of(config: Any) -> Architecture:
     model_type = config.model_type
     if getattr(config, "modegpt", None):
         raise InputError(f"the model is already compressed (model_type '{model_type}'): give the dense model")
-    if quantization := getattr(config, "quantization_config", None):
-        about = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        raise InputError(
-            f"the model is quantized ({about.get('quant_method', 'by a method that its config does not name')}): give "
-            "its checkpoint in 16 or 32 bits, and quantize the compressed model"
-        )
+    if about := quantization(config):
+        what = f"the model is quantized ({about.get('quant_method', 'by a method that its config does not name')})"
+        if packing(config) is not None:
+            raise InputError(
+                f"{what} and is given as an object: give its folder or hub name, whose weights are unpacked when read"
+            )
+        raise InputError(f"{what}: give its checkpoint in 16 or 32 bits, and quantize the compressed model")
     if has_text_part(config):
         raise InputError(
             f"the model is multimodal ('{model_type}') and is given as an object: give its folder or hub name, of "

@@ -26,5 +26,5 @@ DEEPSEEK_V3 = replace(
     name="DeepseekV3",
     buffers=("mlp.gate.e_score_correction_bias",),
     float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
-    notes="DeepSeek V3 and R1 in 16 bits; as `deepseek_v2`",
+    notes="DeepSeek V3 and R1; as `deepseek_v2`",
 )

@@ -28,16 +28,20 @@ def check(
 
     from ..checking import Check, make_tiny, run_checks
     from ..models import open_model, outer_config
+    from ..packed import packing, plain
     from ..progress import ProgressBar
     from ..report import protocol
     from ..support import facts, supported
     from ..text_part import about_text_part, text_part
 
     outer = outer_config(model)
-    config = text_part(outer)
+    packed = packing(text_part(outer))
+    config = plain(text_part(outer))
     told = facts(config, supported(config), settings.sparsity)
     if notes := about_text_part(outer):
         told = {"taken": notes[0], **told}
+    if packed is not None:
+        told["weights"] = "stored in 8 bits, and unpacked as they are read: the result has 16 or 32"
     checks = [Check(topic, "told", meaning) for topic, meaning in told.items()]
     ran_on = None
     if not config_only:

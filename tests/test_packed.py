@@ -1,0 +1,257 @@
+"""Checkpoints with 8-bit weights: unpacked as they are streamed, to what transformers makes of them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+import modegpt
+from modegpt import CompressionConfig, InputError
+from modegpt.models import open_model
+from modegpt.packed import unpack
+from modegpt.preparation import open_source
+from test_cli import assert_refused
+from test_cli import modegpt as command
+from test_text_part import multimodal
+
+CPU = torch.device("cpu")
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+SMALL = {"samples": 8, "seq_len": 64}
+BLOCK = (16, 32)
+
+
+def by_block(weight: Tensor, block: tuple[int, int] = BLOCK) -> tuple[Tensor, Tensor]:
+    """Quantize as DeepSeek's and Qwen's checkpoints are: one scale for each block."""
+    rows, columns = weight.shape
+    tiles = [strip.split(block[1], 1) for strip in weight.split(block[0])]
+    scale = torch.stack([torch.stack([tile.abs().max() / LARGEST for tile in strip]) for strip in tiles])
+    spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight / spread).to(torch.float8_e4m3fn), scale
+
+
+def as_a_whole(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize as Mistral's checkpoints are: one scale for a weight."""
+    scale = weight.abs().max() / LARGEST
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def by_row(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize as compressed-tensors does it by channel."""
+    scale = weight.abs().amax(1, keepdim=True) / LARGEST
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(BLOCK)}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
+}
+ROWS = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+KINDS = {
+    "by block": (by_block, FP8, "_scale_inv"),
+    "by row, as Meta does": (by_row, ROWS, "_scale"),
+    "as a whole": (as_a_whole, STATIC, "_scale_inv"),
+    "by row": (by_row, CHANNELS, "_scale"),
+}
+
+
+def packed(
+    source: Path, target: Path, quantize: Callable[[Tensor], tuple[Tensor, Tensor]], about: dict[str, Any], end: str
+) -> dict[str, Tensor]:
+    """Write a checkpoint with the weights of its blocks in 8 bits, and return what they mean, by name."""
+    shutil.copytree(source, target)
+    tensors, meant = load_file(source / "model.safetensors"), {}
+    for name, tensor in list(tensors.items()):
+        meant[name] = tensor
+        if ".layers." in name and tensor.ndim == 2 and "norm" not in name and "gate.weight" not in name:
+            tensors[name], scale = quantize(tensor)
+            tensors[name + end] = scale
+            meant[name] = tensors[name].float() * _spread(scale, tensor)
+            if about is STATIC:
+                tensors[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.5)
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    return meant
+
+
+def _spread(scale: Tensor, weight: Tensor) -> Tensor:
+    rows, columns = weight.shape
+    if scale.numel() in (1, rows):
+        return scale
+    return torch.stack([scale[row // BLOCK[0], torch.arange(columns) // BLOCK[1]] for row in range(rows)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compressing_it_gives_what_the_unpacked_checkpoint_gives(
+    kind: str, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    meant = packed(tiny_llama_dir, tmp_path / "packed", *KINDS[kind])
+    shutil.copytree(tiny_llama_dir, tmp_path / "plain")
+    save_file(meant, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    original = load_file(tiny_llama_dir / "model.safetensors")
+    assert not all(torch.equal(meant[name], original[name]) for name in meant), "nothing was packed"
+    config, written = CompressionConfig(sparsity=0.3, **SMALL), {}
+    for name in ("packed", "plain"):
+        out = tmp_path / f"{name}-30"
+        modegpt.compress(str(tmp_path / name), small_text_file, config, out=out)
+        written[name] = {f: (out / f).read_bytes() for f in ("model.safetensors", "config.json")}
+        warnings = json.loads((out / "report.json").read_text())["warnings"]
+        assert any("stored in 8 bits, were unpacked" in line for line in warnings) == (name == "packed")
+    assert written["packed"] == written["plain"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "packed-30").dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["by block", "as a whole"])
+def test_transformers_unpacks_the_same_weights(kind: str, tiny_llama_dir: Path, tmp_path: Path):
+    folder = tmp_path / "packed"
+    packed(tiny_llama_dir, folder, *KINDS[kind])
+    theirs = open_model(str(folder), torch.float32)
+    blocks = open_source(str(folder), CPU).blocks
+    for index in range(2):
+        for name, weight in blocks.take(index, CPU).named_parameters():
+            assert torch.equal(weight, theirs.get_parameter(f"{blocks.prefix}.{index}.{name}")), name
+
+
+def test_a_model_opened_from_it_is_a_plain_one(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    """As `eval`, `bench` and `sweep` open it."""
+    folder = tmp_path / "packed"
+    packed(tiny_llama_dir, folder, *KINDS["by block"])
+    model = open_model(str(folder))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert getattr(model.config, "quantization_config", None) is None
+    text = ["--data", small_text_file, "--seq-len", 64, "--max-windows", 2]
+    assert command("eval", folder, *text).exit_code == 0
+    sweep = ["--sparsity", "0.2", "--samples", 8, "--calibration", "python-docs", "--rounds", 0]
+    done = command("sweep", folder, "--out", tmp_path / "sweep", *sweep, *text)
+    assert done.exit_code == 0, done.output
+
+
+def test_experts_in_8_bits(small_text: str, tmp_path: Path):
+    config = MixtralConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=3,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "dense")
+    meant = packed(tmp_path / "dense", tmp_path / "packed", *KINDS["by block"])
+    names = [name for name in meant if ".experts." in name]
+    assert len(names) == 2 * 3 * 3
+    source = open_source(str(tmp_path / "packed"), CPU)
+    mixture = source.architecture.mixture(source.blocks.take(0, CPU))
+    inside = "model.layers.0.block_sparse_moe.experts.{}.{}.weight"
+    for expert in range(3):
+        gate, up, down = (meant[inside.format(expert, part)] for part in ("w1", "w3", "w2"))
+        assert torch.equal(mixture.gate_up_proj[expert], torch.cat((gate, up)))
+        assert torch.equal(mixture.down_proj[expert], down)
+
+
+def test_the_language_model_of_a_multimodal_checkpoint_in_8_bits(tmp_path: Path):
+    """As Ministral 3's: names with another prefix, one scale a weight."""
+    multimodal("Mistral3", "Ministral3Config", "PixtralVisionConfig").save_pretrained(tmp_path / "dense")
+    meant = packed(tmp_path / "dense", tmp_path / "packed", *KINDS["as a whole"])
+    blocks = open_source(str(tmp_path / "packed"), CPU).blocks
+    for name, weight in blocks.take(1, CPU).named_parameters():
+        (stored,) = (each for each in meant if each.endswith(f"layers.1.{name}") and "vision" not in each)
+        assert torch.equal(weight, meant[stored]), name
+    theirs = open_model(str(tmp_path / "packed"), torch.float32)
+    assert torch.equal(
+        theirs.get_parameter("model.layers.1.mlp.up_proj.weight"), blocks.take(1, CPU).mlp.up_proj.weight
+    )
+
+
+def test_a_config_that_says_packed_of_plain_files_is_not_followed(
+    tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    shutil.copytree(tiny_llama_dir, tmp_path / "said")
+    config = json.loads((tiny_llama_dir / "config.json").read_text())
+    (tmp_path / "said" / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    settings, states = CompressionConfig(sparsity=0.3, solver="paper", **SMALL), []
+    for folder in (tmp_path / "said", tiny_llama_dir):
+        model = modegpt.compress(str(folder), small_text_file, settings)
+        states.append(model.state_dict())
+        assert not any("8 bits" in line for line in model.modegpt_report["warnings"])
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_last_blocks_may_be_smaller():
+    weight = torch.randn(40, 50, generator=torch.Generator().manual_seed(0))
+    quantized, scale = by_block(weight)
+    assert scale.shape == (3, 2)
+    unpacked = unpack(quantized, scale, BLOCK)
+    assert torch.equal(unpacked, quantized.float() * _spread(scale, weight))
+    # Three bits behind the point: a sixteenth of the value at most, and of the largest in its block below that.
+    assert ((unpacked - weight).abs() <= weight.abs() / 16 + weight.abs().max() / 2**9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+def test_scales_are_of_any_kind(dtype: torch.dtype):
+    quantized = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    powers = torch.tensor([[0.5, 2.0], [1.0, 0.25], [2**-20, 4.0]])
+    # The bytes of the second kind are the third: exponents with a bias of 127 (OCP Microscaling, version 1.0, E8M0).
+    stored = powers.to(torch.float8_e8m0fnu).view(torch.uint8) if dtype == torch.uint8 else powers.to(dtype)
+    assert torch.equal(unpack(quantized, stored, BLOCK), unpack(quantized, powers, BLOCK))
+
+
+def test_scales_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"a weight of shape \(40, 50\) has scales of shape \(2, 2\)"):
+        unpack(torch.zeros(40, 50), torch.ones(2, 2), BLOCK)
+    with pytest.raises(ValueError, match="has scales of shape"):
+        unpack(torch.zeros(40, 50), torch.ones(3, 2), None)
+
+
+def test_what_cannot_be_unpacked_is_refused_before_the_run(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    folder, name = tmp_path / "packed", "model.layers.1.mlp.up_proj.weight"
+    packed(tiny_llama_dir, folder, *KINDS["by block"])
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+    def refused(*words: str) -> None:
+        out = tmp_path / "out"
+        call = ["--calibration", small_text_file, "--samples", 8, "--seq-len", 64]
+        assert_refused(command("compress", folder, "--out", out, *call), *words)
+        assert not out.exists()
+
+    save_file({k: v for k, v in tensors.items() if k != f"{name}_scale_inv"}, folder / "model.safetensors")
+    refused(f"has '{name}' in 8 bits and no '{name}_scale_inv'")
+    save_file({**tensors, f"{name}_scale_inv": torch.ones(2, 2)}, folder / "model.safetensors")
+    refused(f"'{name}' cannot be unpacked: a weight of shape (96, 64) has scales of shape (2, 2)")
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    refused("in 8 bits, and its config does not say how it is quantized")
+    for about in ({**FP8, "expert_dtype": "fp4"}, {**CHANNELS, "format": "pack-quantized"}, {"quant_method": "gptq"}):
+        (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+        refused(f"the model is quantized ({about['quant_method']}): give its checkpoint in 16 or 32 bits")
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    refused("weights in 8 bits are unpacked block by block, and this model cannot be read so: it has no safetensors")
+
+
+def test_an_object_that_is_packed_is_refused(tiny_llama_dir: Path):
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.config.quantization_config = FP8
+    with pytest.raises(InputError, match=r"quantized \(fp8\) and is given as an object: give its folder or hub name"):
+        modegpt.compress(model, torch.zeros(8, 64, dtype=torch.long), CompressionConfig(sparsity=0.1))
+
+
+def test_check_knows_it(tiny_llama_dir: Path, tmp_path: Path):
+    packed(tiny_llama_dir, tmp_path / "packed", *KINDS["by block"])
+    done = command("check", tmp_path / "packed", "--weights")
+    assert done.exit_code == 0, done.output
+    assert "all passed" in done.output
