@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modegpt import CompressionConfig
 from modegpt.allocation import LayerSizes, allocate
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import Unit, auto_temperature, fill_additive, fill_exponential
@@ -453,7 +454,7 @@ def test_width_in_multiples_says_what_it_removes():
     result = allocate("width", [SMOL] * 30, 0.2, round_to=256)
     assert {ranks["mlp"] for ranks in result.ranks} == {1024}
     share = removed([SMOL] * 30, result) / total([SMOL] * 30)
-    assert result.warnings == [
+    assert result.warnings[-1:] == [
         f"multiples this wide cannot meet the budget: {share:.2%} of the blocks' parameters are removed and not 20.00%"
     ]
     # 0.2 of the blocks are 0.2/0.75 of the MLPs: 1126 of 1536 neurons would stay, and 1024 is the nearest multiple.
@@ -466,17 +467,25 @@ def test_width_leaves_alone_what_must_stay_whole():
     assert result.ranks[0] == sizes[0].full
     assert result.ranks[1] == result.ranks[2]
     assert abs(removed(sizes, result) - 0.1 * total(sizes)) <= sizes[1].cost["mlp"]
+    assert len(result.warnings) == 1
+    assert "mlp stays whole in layers 0" in result.warnings[0]
 
 
 def test_width_refuses_what_no_width_removes():
     with pytest.raises(
-        InputError, match=r"sparsity 0\.9 cannot be reached by compressing mlp .*: the largest possible is"
+        InputError, match=r"sparsity 0\.9 cannot be reached by compressing mlp: the largest possible is"
     ):
         allocate("width", [SMOL] * 30, 0.9)
     with pytest.raises(InputError, match="modules 'qk,vo' must name mlp"):
         allocate("width", [SMOL] * 30, 0.2, modules=("qk", "vo"))
     with pytest.raises(InputError, match="cannot be reached"):
         allocate("width", [SMOL] * 30, 0.2, round_to=2048)
+    with pytest.raises(InputError, match=r"0\.05 is less than half of what 256 neurons of every layer are") as problem:
+        allocate("width", [SMOL] * 30, 0.05, round_to=256)
+    least = float(str(problem.value).split("ask for ")[1].split(",")[0])
+    assert {ranks["mlp"] for ranks in allocate("width", [SMOL] * 30, least, round_to=256).ranks} == {1536 - 256}
+    with pytest.raises(InputError, match="the allocation 'width' cuts MLPs alone"):
+        CompressionConfig(allocation="width", modules=("qk", "vo"))
 
 
 def test_sparsity_zero_touches_nothing():

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 import modegpt
 from conformance.helpers import run_python
 from modegpt import CompressionConfig, InputError
 from modegpt.architectures.spec import Architecture
-from modegpt.errors import WriteError
+from modegpt.errors import NumericalError, WriteError
+from modegpt.export.appearing import appearing
 from modegpt.export.stock import export_stock
+from modegpt.modeling_modegpt import compressed_class
 from test_cli import assert_refused
 from test_cli import modegpt as command
 
@@ -96,8 +99,9 @@ def test_weights_are_written_in_the_dtype_of_the_checkpoint_or_another(narrow: P
     ):
         out = tmp_path / f"{source.name}-{asked}"
         assert export_stock(str(source), out, dtype=asked)["dtype"] == str(expected).removeprefix("torch.")
-        opened = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
-        assert {parameter.dtype for parameter in opened.parameters()} == {expected}
+        # What is in the file: a model opened with "auto" would have what its config says.
+        assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {expected}
+        assert json.loads((out / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
 
 
 def test_an_exported_model_can_be_compressed_again(narrow: Path, small_text_file: Path, tmp_path: Path):
@@ -168,13 +172,88 @@ def test_a_disk_that_refuses_leaves_what_was_there(
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]
 
 
-def test_what_a_killed_export_left_is_named(narrow: Path, tmp_path: Path):
-    left = tmp_path / "stock.exporting"
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("exporting", "is of another export, or of one that was killed: wait for it, or remove it"),
+        ("replaced", "is what 'stock' was before an export that was killed: rename or remove it"),
+    ],
+)
+def test_what_a_killed_export_left_is_named_and_kept(narrow: Path, tmp_path: Path, end: str, said: str):
+    left = tmp_path / f"stock.{end}"
     left.mkdir()
-    with pytest.raises(InputError, match=f"'{left}' exists, perhaps of an export that was killed"):
+    (left / "own.txt").write_text("kept")
+    with pytest.raises(InputError, match=f"'{left}' {said}"):
         export_stock(str(narrow), tmp_path / "stock")
-    left.rmdir()
+    assert [path.name for path in tmp_path.iterdir()] == [left.name]
+    assert (left / "own.txt").read_text() == "kept"
+    shutil.rmtree(left)
     export_stock(str(narrow), tmp_path / "stock")
+
+
+@pytest.mark.parametrize("problem", [OSError(13, "Permission denied"), KeyboardInterrupt()])
+def test_a_last_step_that_fails_gives_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: BaseException
+):
+    out, rename = tmp_path / "stock", Path.rename
+    out.mkdir()
+    (out / "own.txt").write_text("kept")
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == "stock.exporting":
+            raise problem
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises((WriteError, KeyboardInterrupt)), appearing(out, overwrite=True) as folder:
+        (folder / "new.txt").write_text("new")
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+    assert (out / "own.txt").read_text() == "kept"
+
+
+def test_a_folder_that_appears_in_the_meantime_is_not_replaced(tmp_path: Path):
+    out = tmp_path / "stock"
+
+    def run() -> None:
+        with appearing(out, overwrite=False):
+            out.mkdir()
+            (out / "own.txt").write_text("kept")
+
+    with pytest.raises(InputError, match="exists; choose another"):
+        run()
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+    assert (out / "own.txt").read_text() == "kept"
+
+
+def test_another_head_is_refused_and_told_what_to_do(narrow: Path, tmp_path: Path):
+    model = compressed_class("LlamaForSequenceClassification").from_pretrained(narrow)  # pyright: ignore
+    model.save_pretrained(tmp_path / "head")
+    said = "was saved as a ModegptLlamaForSequenceClassification, and export reads a ModegptLlamaForCausalLM"
+    with pytest.raises(InputError, match=f"{said}: use modegpt.stock_model"):
+        export_stock(str(tmp_path / "head"), tmp_path / "stock")
+    assert not (tmp_path / "stock").exists()
+
+
+def test_a_weight_too_large_for_the_dtype_is_refused(narrow: Path, tmp_path: Path):
+    large = tmp_path / "large"
+    model = AutoModelForCausalLM.from_pretrained(narrow)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e5
+    model.save_pretrained(large)
+    with pytest.raises(NumericalError, match=r"'model.layers.1.mlp.down_proj.weight' holds NaN or infinity in float16"):
+        export_stock(str(large), tmp_path / "stock", dtype="float16")
+    assert [path.name for path in tmp_path.iterdir()] == ["large"]
+
+
+def test_the_sentencepiece_model_goes_along(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    """transformers saves a `tokenizer.json` in its place, and llama.cpp's converter asks some families for it."""
+    dense = shutil.copytree(tiny_llama_dir, tmp_path / "dense")
+    (dense / "tokenizer.model").write_bytes(b"the pieces")
+    config = CompressionConfig(sparsity=0.2, **SMALL)
+    modegpt.compress(str(dense), small_text_file, config, out=tmp_path / "compressed")
+    export_stock(str(tmp_path / "compressed"), tmp_path / "stock")
+    for folder in ("compressed", "stock"):
+        assert (tmp_path / folder / "tokenizer.model").read_bytes() == b"the pieces"
 
 
 def test_a_stock_class_whose_other_weights_follow_the_width_is_refused(

@@ -89,8 +89,8 @@ def allocate(
 
     Returns:
         Ranks whose removed parameters are within 0.1 % of the request, or within one rank step of the largest module;
-        a warning says where `round_to` allows no such sum (`uniform` without it keeps its ceilings, `width` is within
-        half a neuron a layer).
+        a warning says where a coarse grid allows no such sum (`uniform` without one keeps its ceilings, `width` is
+        within half a neuron of every layer).
 
     Raises:
         InputError: an argument is out of range, or the budget cannot be met; says the largest sparsity that can.
@@ -247,18 +247,25 @@ def _missed(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], budget
 def _one_width(sizes: Sequence[LayerSizes], sparsity: float, modules: Sequence[str], round_to: int) -> Allocation:
     """Return the width of all MLPs that comes nearest to the budget; layers whose MLP must stay whole keep it."""
     if "mlp" not in modules:
-        raise InputError(f"the rule 'width' cuts MLPs alone: modules '{','.join(modules)}' must name mlp")
+        raise InputError(f"the allocation 'width' cuts MLPs alone: modules '{','.join(modules)}' must name mlp")
     slots, warnings = open_slots(sizes, ("mlp",), round_to)
     total, a_neuron = sum(size.total for size in sizes), sum(slot.cost for slot in slots)
     reachable = sum(slot.most for slot in slots) / total
     if not slots or sparsity > reachable * (1 + 1e-9):
-        raise InputError(_impossible(sparsity, reachable, ("mlp",), 1.0, round_to))
+        raise InputError(_impossible(sparsity, reachable, ("mlp",), None, round_to))
+    warnings += _left_whole(sizes, MODULES, "the rule 'width' cuts MLPs alone", ("mlp",))
     first, budget = slots[0], sparsity * total
     steps = math.floor((first.full - budget / a_neuron) / first.grain + 0.5)
     width = min(first.top, max(first.grain, steps * first.grain))
+    if width == first.full:
+        least = first.grain * a_neuron / total
+        raise InputError(
+            f"sparsity {sparsity:g} is less than half of what {first.grain} neurons of every layer are, the least that "
+            f"can be removed: ask for {math.ceil(least * 1e4) / 1e4:g}, or round to less"
+        )
     cut = {slot.layer for slot in slots}
     ranks = [{**size.full, "mlp": width} if layer in cut else dict(size.full) for layer, size in enumerate(sizes)]
-    if round_to > 1:
+    if first.grain > 1:
         warnings += _missed(sizes, ranks, budget, allowed_error(budget, sizes))
     shares = [size.removed(chosen) / size.total for size, chosen in zip(sizes, ranks, strict=True)]
     return Allocation(shares, ranks, warnings=warnings)
@@ -311,10 +318,12 @@ def why_whole(module: str, size: LayerSizes) -> str:
     return "its queries and keys are normalised, which reads all their coordinates"
 
 
-def _left_whole(sizes: Sequence[LayerSizes], modules: Sequence[str], consequence: str) -> list[str]:
-    """Say which modules stay whole, and what that means."""
+def _left_whole(
+    sizes: Sequence[LayerSizes], modules: Sequence[str], consequence: str, among: Sequence[str] = MODULES
+) -> list[str]:
+    """Say which of some modules stay whole, and what that means."""
     warnings = []
-    for module in MODULES:
+    for module in among:
         forced = [index for index, size in enumerate(sizes) if module in size.whole]
         if module not in modules:
             warnings.append(f"{module} stays whole, as it is not among the modules to compress: {consequence}")
@@ -325,11 +334,14 @@ def _left_whole(sizes: Sequence[LayerSizes], modules: Sequence[str], consequence
     return warnings
 
 
-def _impossible(sparsity: float, reachable: float, modules: Sequence[str], max_sparsity: float, round_to: int) -> str:
+def _impossible(
+    sparsity: float, reachable: float, modules: Sequence[str], max_sparsity: float | None, round_to: int
+) -> str:
     rounded = f" in multiples of {round_to}" if round_to > 1 else ""
+    bound = "" if max_sparsity is None else f" with at most {max_sparsity:g} of a block removed"
     return (
-        f"sparsity {sparsity:g} cannot be reached by compressing {', '.join(modules)}{rounded} with at most "
-        f"{max_sparsity:g} of a block removed: the largest possible is {math.floor(reachable * 1e4) / 1e4:g}"
+        f"sparsity {sparsity:g} cannot be reached by compressing {', '.join(modules)}{rounded}{bound}: "
+        f"the largest possible is {math.floor(reachable * 1e4) / 1e4:g}"
     )
 
 

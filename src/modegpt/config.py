@@ -134,6 +134,10 @@ class CompressionConfig:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
         for module in self.modules:
             check_choice("modules", module, MODULES)
+        if self.allocation == "width" and "mlp" not in self.modules:
+            raise InputError(
+                f"the allocation 'width' cuts MLPs alone: modules '{','.join(self.modules)}' must name mlp"
+            )
 
     def solver_of(self, module: str) -> str:
         """Return the name of the solver of a module: its own, or what the preset says."""

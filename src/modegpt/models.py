@@ -1,11 +1,13 @@
 """Opens what a user calls MODEL: a hub name, a local folder, or a `.gguf` file; dense or compressed."""
 
 import importlib.util
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -25,6 +27,10 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
+
+
+VOCABULARY = "tokenizer.model"
+"""A SentencePiece model: transformers makes a `tokenizer.json` of it and leaves it out when it saves."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -84,7 +90,9 @@ def local_folder(name: str) -> Path | None:
     try:
         # `consolidated*` of Mistral's repositories are the same weights once more.
         return Path(
-            snapshot_download(name, allow_patterns=["*.safetensors", "*.json"], ignore_patterns="consolidated*")
+            snapshot_download(
+                name, allow_patterns=["*.safetensors", "*.json", VOCABULARY], ignore_patterns="consolidated*"
+            )
         )
     except (OSError, ValueError, HfHubHTTPError) as problem:
         raise InputError(f"model '{name}' cannot be fetched: {first_line(problem)}") from problem
@@ -136,6 +144,19 @@ def open_tokenizer(name: str) -> Any:
         raise InputError(f"model folder '{name}' has no tokenizer; save the tokenizer beside the model")
     with refused(f"the tokenizer of '{name}' cannot be opened"):
         return AutoTokenizer.from_pretrained(location, **arguments)
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Save a tokenizer, and the SentencePiece model that it was made from, which llama.cpp's converter asks for."""
+    tokenizer.save_pretrained(folder)
+    name = str(getattr(tokenizer, "name_or_path", None) or "")
+    places = [Path(name) / VOCABULARY, getattr(tokenizer, "vocab_file", None)]
+    if name and not Path(name).exists():
+        with suppress(HFValidationError):
+            places.append(try_to_load_from_cache(name, VOCABULARY))
+    files = [Path(place) for place in places if isinstance(place, (str, Path)) and Path(place).name == VOCABULARY]
+    if (file := next((file for file in files if file.is_file()), None)) is not None:
+        shutil.copyfile(file, folder / VOCABULARY)
 
 
 def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:

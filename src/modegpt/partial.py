@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from .checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
 from .errors import InputError, WriteError
+from .models import save_tokenizer
 from .safetensors_merge import Entry, merge, read_header
 from .surgery import BlockOutcome
 
@@ -166,7 +167,7 @@ class PartialCheckpoint:
             if generation_config is not None:
                 generation_config.save_pretrained(model)
             if tokenizer is not None:
-                tokenizer.save_pretrained(model)
+                save_tokenizer(tokenizer, model)
             (model / MODELING_FILE).write_bytes(modeling_source())
             write_json(report, model / REPORT_NAME)
             for file in model.iterdir():

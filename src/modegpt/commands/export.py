@@ -7,6 +7,12 @@ import typer
 from ..cli_support import JSON, check_json, console, emit, quiet
 from ..config import DTYPES, check_choice
 
+PARTS = {
+    "attention": "attention, whose key-value cache is the dense one",
+    "mlp": "MLPs that are narrower than the widest",
+    "shared_experts": "MLPs beside experts",
+}
+
 
 def export(
     model: str = typer.Argument(..., metavar="MODEL", help="A compressed checkpoint: folder or hub name."),
@@ -27,11 +33,8 @@ def export(
     say, counts, zeros = console(json_file).print, result["parameters"], result["zeros"]
     say(f"{result['class']}, MLP width {result['mlp_width']:,}, {counts['exported']:,} parameters")
     if padded := sum(zeros.values()):
-        where = " and ".join(f"{count:,} in {what}" for what, count in _named(zeros).items() if count)
+        where = " and ".join(f"{zeros[part]:,} in {what}" for part, what in PARTS.items() if zeros[part])
         say(f"{padded:,} of them are zeros that the compressed model does without: {where}")
-        say("compress with --allocation width for a model that its stock class holds without any")
+    if zeros["mlp"] or zeros["attention"]:
+        say("compress with --allocation width for a model that its stock class holds without these")
     say(f"written to {out}", markup=False, soft_wrap=True)
-
-
-def _named(zeros: dict[str, int]) -> dict[str, int]:
-    return {"attention, whose key-value cache is the dense one": zeros["attention"], "MLPs": zeros["mlp"]}

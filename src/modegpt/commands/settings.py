@@ -20,7 +20,7 @@ HELP = {
     "seed": "Of the random windows.",
     "allocation": "uniform, error, influence, influence-blocks, owl or width.",
     "temperature": "Of the influence rules, in units of the score, or auto.",
-    "max_sparsity": "Upper bound on one layer, if not uniform.",
+    "max_sparsity": "Upper bound on one layer, if not uniform or width.",
     "round_to": "Keep every dim a multiple of this: 8, 16 or 64 suit GPUs.",
     "owl_threshold": "OWL's M.",
     "owl_lambda": "OWL's lambda.",

@@ -6,24 +6,22 @@ with zeros. A model whose MLPs alone were cut, all to one width, loses nothing b
 """
 
 import copy
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..architectures import Architecture, Dimensions, architecture_of
 from ..blocks import layers_prefix
 from ..checkpoint import assemble, check_output
-from ..errors import InputError, WriteError
-from ..modeling_modegpt import decoder_layers
-from ..models import has_tokenizer, open_config, open_model, open_tokenizer
-from ..shards import skeleton
+from ..decompose.psd import all_finite
+from ..errors import InputError, NumericalError
+from ..modeling_modegpt import PREFIX, decoder_layers
+from ..models import has_tokenizer, open_config, open_model, open_tokenizer, save_tokenizer
+from ..packed import quantization
+from .appearing import appearing
 from .widen import rest, widen_block
 
 OTHERWISE = ("modegpt", "model_type", "architectures", "auto_map", "_name_or_path")
@@ -38,10 +36,11 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     sums. It is on the CPU; there, weights outside the blocks are shared with `model`. Cost: a copy of the blocks.
 
     Args:
-        model: a compressed model, on one device; it stays as it is.
+        model: a compressed model, with any head; it stays as it is.
 
     Raises:
-        InputError: it is not compressed, or the stock class has no MLPs of that width.
+        InputError: it is not compressed, quantized, not in memory as a whole, holds weights that the stock class does
+            not (adapters that are not merged), or the stock class has no MLPs of that width.
     """
     return _stock(model, consume=False)
 
@@ -49,7 +48,8 @@ def stock_model(model: PreTrainedModel) -> PreTrainedModel:
 def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: bool = False) -> dict[str, Any]:
     """Write a compressed checkpoint as a stock one (`stock_model`), with its tokenizer.
 
-    Memory: the model and one block. The folder appears when it is whole; one that is replaced stays until then.
+    Memory: the model and one block; of a mixture also what transformers copies as it writes its experts apart. The
+    folder appears when it is whole; one that is replaced stays until then.
 
     Args:
         name: a compressed checkpoint, folder or hub name.
@@ -61,23 +61,33 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
         What was written; its keys are documented in docs/json-output.md.
 
     Raises:
-        InputError: `out` may not be written, or `stock_model` refuses the model.
+        InputError: `out` may not be written, `stock_model` refuses the model, or it has another head.
+        NumericalError: a weight is too large for `dtype`.
         WriteError: the disk refused a file; nothing is left of it.
     """
     check_output(out, overwrite, name)
     config = open_config(name)
-    if not getattr(config, "modegpt", None):
+    description = getattr(config, "modegpt", None)
+    if not description:
         raise InputError(f"model '{name}' is not compressed: it is a stock one already")
-    # Nothing is computed: a processor that is slow in half precision does no harm.
-    stored = getattr(config, "dtype", None) or torch.float32
-    model = open_model(name, stored if dtype == "auto" else getattr(torch, dtype))
-    before, layers = model.num_parameters(), model.config.modegpt["layers"]
-    stock = _stock(model, consume=True)
-    with _appearing(Path(out).resolve()) as folder:
+    about, (saved, *_) = description["architecture"], config.architectures or [None]
+    causal = PREFIX + (about.get("causal_lm") or f"{about['name']}ForCausalLM")
+    if saved != causal:
+        raise InputError(f"model '{name}' was saved as a {saved}, and export reads a {causal}: use modegpt.stock_model")
+    tokenizer = open_tokenizer(name) if has_tokenizer(name) else None
+    with appearing(Path(out).resolve(), overwrite) as folder:
+        # Nothing is computed: a processor that is slow in half precision does no harm.
+        stored = getattr(config, "dtype", None) or torch.float32
+        model = open_model(name, stored if dtype == "auto" else getattr(torch, dtype))
+        before, layers = model.num_parameters(), model.config.modegpt["layers"]
+        stock = _stock(model, consume=True)
+        for weight, tensor in stock.state_dict().items():
+            if not all_finite(tensor):
+                raise NumericalError(f"'{weight}' holds NaN or infinity in {str(tensor.dtype).removeprefix('torch.')}")
         stock.save_pretrained(folder)
-        if has_tokenizer(name):
-            open_tokenizer(name).save_pretrained(folder)
-    attention = padded_attention(stock, layers)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, folder)
+    mlp, attention = zeros(stock, layers)
     return {
         "model": name,
         "out": str(out),
@@ -85,24 +95,30 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
         "dtype": str(stock.dtype).removeprefix("torch."),
         "mlp_width": architecture_of(stock.config).mlp_width(stock.config),
         "parameters": {"compressed": before, "exported": stock.num_parameters()},
-        "zeros": {"mlp": stock.num_parameters() - before - attention, "attention": attention},
+        "zeros": {
+            "mlp": mlp,
+            "attention": attention,
+            "shared_experts": stock.num_parameters() - before - mlp - attention,
+        },
     }
 
 
-def padded_attention(stock: PreTrainedModel, layers: list[dict[str, int]]) -> int:
-    """Return how many parameters the attention of a stock model has more than that of the compressed one.
+def zeros(stock: PreTrainedModel, layers: list[dict[str, int]]) -> tuple[int, int]:
+    """Return how many parameters MLPs and attention of a stock model have more than those of the compressed one.
 
     Args:
         stock: the stock model.
         layers: `config.modegpt["layers"]` of the compressed one.
     """
     architecture = architecture_of(stock.config)
-    dims, padded = Dimensions.of(architecture, stock.config), 0
+    dims, mlp, attention = Dimensions.of(architecture, stock.config), 0, 0
     for block, layer in zip(decoder_layers(stock, architecture.describe()), layers, strict=True):
         cost = architecture.rank_costs(dims, lambda path, block=block: block.get_submodule(path).bias is not None)
-        padded += cost["qk"] * (dims.d_head - 2 * layer["rope_pairs"] - layer["qk_plain"])
-        padded += cost["vo"] * (dims.d_head - layer["value_dim"])
-    return padded
+        if _has_rank(architecture, block):
+            mlp += cost["mlp"] * (dims.d_int - layer["mlp_width"])
+        attention += cost["qk"] * (dims.d_head - 2 * layer["rope_pairs"] - layer["qk_plain"])
+        attention += cost["vo"] * (dims.d_head - layer["value_dim"])
+    return mlp, attention
 
 
 def _stock(model: PreTrainedModel, consume: bool) -> PreTrainedModel:
@@ -110,15 +126,23 @@ def _stock(model: PreTrainedModel, consume: bool) -> PreTrainedModel:
     # Not by its class: that of a model whose code came with the checkpoint is another one.
     if not isinstance(model, PreTrainedModel) or not hasattr(model, "_stock"):
         raise InputError(f"a {type(model).__name__} is not a compressed model: give one that modegpt made")
+    if about := quantization(model.config):
+        raise InputError(
+            f"the model is quantized ({about.get('quant_method')}): export it before, and quantize the export"
+        )
+    if any(tensor.is_meta for tensor in model.state_dict().values()):
+        raise InputError("a part of the model is not in memory: open it without device_map, and export that")
     stock_class: Any = model._stock
     description = model.config.modegpt
     blocks = decoder_layers(model, description["architecture"])
-    config = _stock_config(model.config, stock_class, blocks)
+    config = _stock_config(model, stock_class, blocks)
     architecture = architecture_of(config)
-    dims, empty = Dimensions.of(architecture, config), skeleton(config)
-    targets = decoder_layers(empty, architecture.describe())
-    _check_shapes(architecture, empty, blocks)
+    with torch.device("meta"):
+        empty = stock_class._from_config(config)
+    targets, dims = decoder_layers(empty, architecture.describe()), Dimensions.of(architecture, config)
     prefix = layers_prefix(model, blocks)
+    _check_names(empty, model)
+    _check_shapes(architecture, empty, blocks)
     own, device = model.state_dict().items(), model.device
     state = {name: tensor.cpu() for name, tensor in own if not name.startswith(f"{prefix}.")}
     for index, (source, layer) in enumerate(zip(blocks, description["layers"], strict=True)):
@@ -130,26 +154,38 @@ def _stock(model: PreTrainedModel, consume: bool) -> PreTrainedModel:
         if consume:
             source.to("meta")
     result = assemble(stock_class, config, state)
-    result.generation_config = copy.deepcopy(model.generation_config)
+    if result.can_generate():
+        result.generation_config = copy.deepcopy(model.generation_config)
     # So that it is saved under the names of the family's files (experts apart), not under those it was put together by.
     result._weight_conversions = None  # pyright: ignore[reportArgumentType]
     return result
 
 
-def _stock_config(compressed: PreTrainedConfig, stock_class: Any, blocks: nn.ModuleList) -> PreTrainedConfig:
+def _stock_config(model: PreTrainedModel, stock_class: Any, blocks: nn.ModuleList) -> PreTrainedConfig:
     """Return the dense config, with the width of the widest MLP of the compressed `blocks`."""
-    fields = {name: value for name, value in compressed.to_dict().items() if name not in OTHERWISE}
+    fields = {name: value for name, value in model.config.to_dict().items() if name not in OTHERWISE}
     config = stock_class.config_class.from_dict(fields)
-    config.architectures = [stock_class.__name__]
+    config.architectures, config.dtype = [stock_class.__name__], model.dtype
     architecture = architecture_of(config)
-    widths = [
-        layer["mlp_width"]
-        for block, layer in zip(blocks, compressed.modegpt["layers"], strict=True)
-        if not architecture.experts or architecture.mixture(block) is not None
-    ]
-    if widths:
+    described = zip(blocks, model.config.modegpt["layers"], strict=True)
+    if widths := [layer["mlp_width"] for block, layer in described if _has_rank(architecture, block)]:
         architecture.set_mlp_width(config, max(widths))
     return config
+
+
+def _has_rank(architecture: Architecture, block: nn.Module) -> bool:
+    """Whether a block has an MLP, or experts, that compression cuts."""
+    return not architecture.experts or architecture.mixture(block) is not None
+
+
+def _check_names(empty: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Raise `InputError` if the compressed model holds other tensors than its stock class (`empty`)."""
+    own = {name for name in model.state_dict() if not name.endswith(".rope_index")}
+    if unlike := sorted(own ^ set(empty.state_dict())):
+        raise InputError(
+            f"a {type(empty).__name__} and the compressed model do not hold the same weights: '{unlike[0]}' is in one "
+            "of them alone; merge adapters before"
+        )
 
 
 def _check_shapes(architecture: Architecture, empty: PreTrainedModel, blocks: nn.ModuleList) -> None:
@@ -163,28 +199,3 @@ def _check_shapes(architecture: Architecture, empty: PreTrainedModel, blocks: nn
                     f"{type(empty).__name__} cannot have {architecture.width} {width}, which the compressed model has: "
                     f"'{name}' of layer {index}, which is not compressed, would get another size with it"
                 )
-
-
-@contextmanager
-def _appearing(out: Path) -> Iterator[Path]:
-    """Give a folder to fill, which takes the name `out` at the end, or is removed if something goes wrong."""
-    new, old = (out.with_name(f"{out.name}.{end}") for end in ("exporting", "replaced"))
-    for folder in (new, old):
-        if folder.exists():
-            raise InputError(f"'{folder}' exists, perhaps of an export that was killed: move it away or remove it")
-    try:
-        new.mkdir(parents=True)
-        yield new
-        if out.exists():
-            out.rename(old)
-        try:
-            new.rename(out)
-        except OSError:
-            if old.exists():
-                old.rename(out)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-    except (OSError, SafetensorError) as problem:
-        raise WriteError(f"the export could not be written to '{out}': {problem}") from problem
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
