@@ -478,7 +478,7 @@ def test_width_refuses_what_no_width_removes():
         allocate("width", [SMOL] * 30, 0.9)
     with pytest.raises(InputError, match="modules 'qk,vo' must name mlp"):
         allocate("width", [SMOL] * 30, 0.2, modules=("qk", "vo"))
-    with pytest.raises(InputError, match="cannot be reached"):
+    with pytest.raises(InputError, match="no MLP can be cut: mlp stays whole at rank 1536: there is no"):
         allocate("width", [SMOL] * 30, 0.2, round_to=2048)
     with pytest.raises(InputError, match=r"0\.05 is less than half of what 256 neurons of every layer are") as problem:
         allocate("width", [SMOL] * 30, 0.05, round_to=256)

@@ -155,6 +155,17 @@ def test_nan_in_the_weights_names_layer_and_matrix_and_leaves_nothing(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
+def test_a_weight_that_float16_cannot_hold_is_refused(name: str, tmp_path: Path):
+    model = tiny_llama()
+    with torch.no_grad():
+        model.get_parameter(name)[0, 0] = 1e5
+    config = CompressionConfig(sparsity=0.0, dtype="float16")
+    with pytest.raises(NumericalError, match=f"'{name}' is too large for float16: ask for bfloat16 or float32"):
+        modegpt.compress(model, windows(), config, out=tmp_path / "small")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_infinite_activations_name_layer_and_matrix():
     model = tiny_llama()
     with torch.no_grad():

@@ -166,7 +166,7 @@ def test_a_disk_that_refuses_leaves_what_was_there(
         raise problem
 
     monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", refuse)
-    with pytest.raises(WriteError, match=f"could not be written to '{out}': .*space"):
+    with pytest.raises(WriteError, match=f"'{out}' could not be written: .*space"):
         export_stock(str(narrow), out, overwrite=True)
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]
@@ -176,7 +176,7 @@ def test_a_disk_that_refuses_leaves_what_was_there(
     ("end", "said"),
     [
         ("exporting", "is of another export, or of one that was killed: wait for it, or remove it"),
-        ("replaced", "is what 'stock' was before an export that was killed: rename or remove it"),
+        ("replaced", "is what 'stock' was before an export that was interrupted; rename or remove it"),
     ],
 )
 def test_what_a_killed_export_left_is_named_and_kept(narrow: Path, tmp_path: Path, end: str, said: str):
@@ -223,6 +223,12 @@ def test_a_folder_that_appears_in_the_meantime_is_not_replaced(tmp_path: Path):
         run()
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]
     assert (out / "own.txt").read_text() == "kept"
+
+
+def test_what_fails_leaves_no_folder_behind_and_keeps_its_own_error(tmp_path: Path):
+    with pytest.raises(FileNotFoundError), appearing(tmp_path / "a" / "b" / "stock", overwrite=False):
+        (tmp_path / "none").read_text()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_head_is_refused_and_told_what_to_do(narrow: Path, tmp_path: Path):

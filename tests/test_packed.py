@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,18 @@ CHANNELS = {
     "format": "float-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}},
 }
+TILES: dict[str, Any] = {
+    **CHANNELS,
+    "config_groups": {"group_0": {"weights": {"strategy": "block", "block_structure": list(BLOCK)}}},
+}
 ROWS = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
 KINDS = {
     "by block": (by_block, FP8, "_scale_inv"),
     "by row, as Meta does": (by_row, ROWS, "_scale"),
     "as a whole": (as_a_whole, STATIC, "_scale_inv"),
     "by row": (by_row, CHANNELS, "_scale"),
+    "by block, as compressed-tensors does": (by_block, TILES, "_scale"),
+    "as a whole, as AutoFP8 does": (as_a_whole, STATIC, "_scale"),
 }
 
 
@@ -75,7 +81,7 @@ def packed(
         if ".layers." in name and tensor.ndim == 2 and "norm" not in name and "gate.weight" not in name:
             tensors[name], scale = quantize(tensor)
             tensors[name + end] = scale
-            meant[name] = tensors[name].float() * _spread(scale, tensor)
+            meant[name] = tensors[name].float() * _spread(scale, tensor, about.get("weight_block_size") or BLOCK)
             if about is STATIC:
                 tensors[name.removesuffix("weight") + "activation_scale"] = torch.tensor(0.5)
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
@@ -84,11 +90,11 @@ def packed(
     return meant
 
 
-def _spread(scale: Tensor, weight: Tensor) -> Tensor:
+def _spread(scale: Tensor, weight: Tensor, block: Sequence[int] = BLOCK) -> Tensor:
     rows, columns = weight.shape
     if scale.numel() in (1, rows):
         return scale
-    return torch.stack([scale[row // BLOCK[0], torch.arange(columns) // BLOCK[1]] for row in range(rows)])
+    return torch.stack([scale[row // block[0], torch.arange(columns) // block[1]] for row in range(rows)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,6 +215,41 @@ def test_scales_are_of_any_kind(dtype: torch.dtype):
     assert torch.equal(unpack(quantized, stored, BLOCK), unpack(quantized, powers, BLOCK))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (40,), (40, 1)])
+def test_scales_of_any_shape(shape: tuple[int, ...]):
+    quantized = torch.randn(40, 50, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=torch.Generator().manual_seed(1))
+    expected = quantized.float() * scale.expand(40, 1) if shape == (40, 1) else quantized.float() * scale.view(-1, 1)
+    assert torch.equal(unpack(quantized, scale, None), expected)
+    # Several stacked, as of experts that a file holds together.
+    stacked = torch.stack([quantized, quantized.float().neg().to(torch.float8_e4m3fn)])
+    assert torch.equal(unpack(stacked, torch.stack([scale, scale]), None), torch.stack([expected, -expected]))
+
+
+def test_a_model_opened_whole_has_the_weights_of_a_run(tiny_llama_dir: Path, tmp_path: Path):
+    """transformers takes the 96 rows of an up projection in 64s to be two blocks of 48."""
+    about = {**FP8, "weight_block_size": [64, 48]}
+    packed(tiny_llama_dir, tmp_path / "packed", lambda weight: by_block(weight, (64, 48)), about, "_scale_inv")
+    opened, blocks = open_model(str(tmp_path / "packed")), open_source(str(tmp_path / "packed"), CPU).blocks
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    expected = unpack(tensors[name], tensors[f"{name}_scale_inv"], (64, 48))
+    assert torch.equal(opened.get_parameter(name), expected)
+    assert torch.equal(blocks.take(1, CPU).mlp.up_proj.weight, expected)
+    assert (expected - load_file(tiny_llama_dir / "model.safetensors")[name]).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", None])
+def test_a_config_without_a_dtype_to_write_in_gives_bfloat16(
+    dtype: str | None, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    packed(tiny_llama_dir, tmp_path / "packed", *KINDS["by block"])
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    result = modegpt.compress(str(tmp_path / "packed"), small_text_file, CompressionConfig(sparsity=0.2, **SMALL))
+    assert result.dtype == torch.bfloat16
+
+
 def test_scales_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"a weight of shape \(40, 50\) has scales of shape \(2, 2\)"):
         unpack(torch.zeros(40, 50), torch.ones(2, 2), BLOCK)
@@ -228,19 +269,62 @@ def test_what_cannot_be_unpacked_is_refused_before_the_run(tiny_llama_dir: Path,
         assert not out.exists()
 
     save_file({k: v for k, v in tensors.items() if k != f"{name}_scale_inv"}, folder / "model.safetensors")
-    refused(f"has '{name}' in 8 bits and no '{name}_scale_inv'")
+    refused(f"has '{name}' in 8 bits and no scale ('{name}_scale_inv'): fetch it again")
     save_file({**tensors, f"{name}_scale_inv": torch.ones(2, 2)}, folder / "model.safetensors")
     refused(f"'{name}' cannot be unpacked: a weight of shape (96, 64) has scales of shape (2, 2)")
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
     refused("in 8 bits, and its config does not say how it is quantized")
-    for about in ({**FP8, "expert_dtype": "fp4"}, {**CHANNELS, "format": "pack-quantized"}, {"quant_method": "gptq"}):
+    for about in (
+        {**FP8, "expert_dtype": "fp4"},
+        {**CHANNELS, "format": "pack-quantized"},
+        {**CHANNELS, "transform_config": {"config_groups": {}}},
+        {**CHANNELS, "config_groups": ["Linear"]},
+        {"quant_method": "gptq"},
+    ):
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
         refused(f"the model is quantized ({about['quant_method']}): give its checkpoint in 16 or 32 bits")
+    for block in ([128], "128", {"rows": 128}, [0, 128]):
+        (folder / "config.json").write_text(
+            json.dumps({**config, "quantization_config": {**FP8, "weight_block_size": block}})
+        )
+        refused(f"the config's quantization has blocks of {block!r}: give two numbers, rows and columns")
     (folder / "config.json").write_text(json.dumps(config))
     torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    refused("weights in 8 bits are unpacked block by block, and this model cannot be read so: it has no safetensors")
+    refused("weights in 8 bits are unpacked tensor by tensor, and this model cannot be read so: it has no safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    refused("_scale_inv', and its config does not say how it is quantized")
+
+
+@pytest.mark.parametrize("lost", ["scales", "config"])
+def test_no_command_runs_on_weights_whose_scale_is_not_known(
+    lost: str, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    folder = tmp_path / "packed"
+    packed(tiny_llama_dir, folder, *KINDS["by block"])
+    if lost == "scales":
+        tensors = load_file(folder / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    else:
+        shutil.copy(tiny_llama_dir / "config.json", folder)
+    for call in (
+        ["eval", folder, "--data", small_text_file, "--seq-len", 64],
+        ["generate", folder, "--prompt", "the"],
+        ["check", folder, "--weights"],
+        ["bench", folder, "--lengths", "64", "--new-tokens", 4],
+    ):
+        assert_refused(command(*call), "in 8 bits")
+
+
+def test_bytes_that_are_no_floats_are_not_read_as_numbers(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    folder = shutil.copytree(tiny_llama_dir, tmp_path / "ints")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(96, 64, dtype=torch.int8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"up_proj.weight' as I8"):
+        modegpt.compress(str(folder), small_text_file, CompressionConfig(sparsity=0.1, **SMALL))
 
 
 def test_an_object_that_is_packed_is_refused(tiny_llama_dir: Path):

@@ -249,9 +249,11 @@ def _one_width(sizes: Sequence[LayerSizes], sparsity: float, modules: Sequence[s
     if "mlp" not in modules:
         raise InputError(f"the allocation 'width' cuts MLPs alone: modules '{','.join(modules)}' must name mlp")
     slots, warnings = open_slots(sizes, ("mlp",), round_to)
+    if not slots:
+        raise InputError(f"no MLP can be cut: {'; '.join(warnings) or 'the model needs them whole'}")
     total, a_neuron = sum(size.total for size in sizes), sum(slot.cost for slot in slots)
     reachable = sum(slot.most for slot in slots) / total
-    if not slots or sparsity > reachable * (1 + 1e-9):
+    if sparsity > reachable * (1 + 1e-9):
         raise InputError(_impossible(sparsity, reachable, ("mlp",), None, round_to))
     warnings += _left_whole(sizes, MODULES, "the rule 'width' cuts MLPs alone", ("mlp",))
     first, budget = slots[0], sparsity * total

@@ -2,7 +2,6 @@
 
 import importlib.util
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,22 @@ import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
-from .architectures import Architecture, architecture_of
+from .architectures import ARCHITECTURES, Architecture, architecture_of
 from .blocks import tied_tensors
+from .checkpoint import assemble
 from .errors import InputError, MissingExtraError, first_line, refused
-from .packed import packing, plain, quantization
+from .packed import Packing, packing, plain
+from .shards import check_packing, find_tensors, open_shards
 from .text_part import KEY_MAPPING, has_text_part, text_part
 
 TOKENIZER_FILES = (
@@ -146,24 +154,30 @@ def open_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(location, **arguments)
 
 
-def save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    """Save a tokenizer, and the SentencePiece model that it was made from, which llama.cpp's converter asks for."""
+def save_tokenizer(tokenizer: Any, folder: Path, source: str | None) -> None:
+    """Save a tokenizer, and the SentencePiece model that it was made from, which llama.cpp's converter asks for.
+
+    Args:
+        tokenizer: to be saved.
+        folder: to save it to.
+        source: the model whose tokenizer it is, as `open_tokenizer` gave it; None for one of unknown origin.
+    """
     tokenizer.save_pretrained(folder)
-    name = str(getattr(tokenizer, "name_or_path", None) or "")
-    places = [Path(name) / VOCABULARY, getattr(tokenizer, "vocab_file", None)]
-    if name and not Path(name).exists():
-        with suppress(HFValidationError):
-            places.append(try_to_load_from_cache(name, VOCABULARY))
-    files = [Path(place) for place in places if isinstance(place, (str, Path)) and Path(place).name == VOCABULARY]
-    if (file := next((file for file in files if file.is_file()), None)) is not None:
-        shutil.copyfile(file, folder / VOCABULARY)
+    if source is None:
+        return
+    place: Any = Path(source) / VOCABULARY
+    if not Path(source).exists():
+        place = try_to_load_from_cache(source, VOCABULARY)
+    if isinstance(place, (str, Path)) and Path(place).is_file():
+        shutil.copyfile(place, folder / VOCABULARY)
 
 
 def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
     """Load a dense or compressed causal language model in evaluation mode; of a multimodal one its language model.
 
     Args:
-        name: hub name, folder or `.gguf` file. Quantized weights of the latter are unpacked, and so are 8-bit floats.
+        name: hub name, folder or `.gguf` file. Quantized weights of the latter are unpacked; 8-bit floats of a
+            supported family are, too (`packed`).
         dtype: of the weights in memory; `auto` keeps the stored one, float32 on a CPU.
         device: where to put the model.
 
@@ -177,19 +191,20 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
         from transformers import GgufConfig
 
         arguments["quantization_config"] = GgufConfig(dequantize=True)
+    language = None if config is None else plain(text_part(config))
     if dtype == "auto":
-        stored = getattr(text_part(config), "dtype", None) or torch.float32
-        dtype = compute_dtype(device, stored)
+        dtype = compute_dtype(device, getattr(language, "dtype", None) or torch.float32)
+    packed = None if config is None else packing(text_part(config))
+    if packed is not None and language is not None and language.model_type in ARCHITECTURES:
+        model = _open_packed(name, language, packed, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        return model.to(device)  # pyright: ignore[reportArgumentType]
+    if packed is None and Path(name).is_dir():
+        check_packing(find_tensors(Path(name)), None)
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     if config is not None and has_text_part(config):
         arguments |= {"config": text_part(config), "key_mapping": KEY_MAPPING}
         transformers_logging.set_verbosity_error()  # it would list every weight of the towers
-    about = {} if config is None or packing(text_part(config)) is None else quantization(text_part(config))
-    if about.get("quant_method") == "fp8":
-        from transformers import FineGrainedFP8Config
-
-        arguments["quantization_config"] = FineGrainedFP8Config.from_dict({**about, "dequantize": True})
     try:
         with refused(f"model '{name}' cannot be loaded"):
             # With the loading info it returns a pair, which transformers' types do not say.
@@ -206,10 +221,30 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
         raise InputError(
             f"the files of model '{name}' lack the weight '{missing[0]}'{more}: fetch it again, or mend its config"
         )
+    scales = [key for key in loading["unexpected_keys"] if key.endswith(("weight_scale", "weight_scale_inv"))]
+    if packed is None and scales:
+        raise InputError(
+            f"the files of model '{name}' hold '{scales[0]}', and its config does not say how it is quantized"
+        )
     if "key_mapping" in arguments:
         model._weight_conversions = None  # with which `save_pretrained` would turn the names round, into nonsense
-    if about:
-        model.config = plain(model.config)
     if not tied_tensors(model):
         model.config.tie_word_embeddings = False  # its files say so
     return model.to(device).eval()
+
+
+def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a model whose weights are in 8 bits, unpacked as in a run.
+
+    transformers leaves some formats packed, and takes blocks that do not divide a weight to be smaller than they are.
+    """
+    folder = local_folder(name)
+    config.dtype = dtype
+    shards = "it is a file" if folder is None else open_shards(folder, config, dtype, torch.device("cpu"), packed)
+    if isinstance(shards, str) or folder is None:
+        raise InputError(f"weights in 8 bits are unpacked tensor by tensor, and this model cannot be read so: {shards}")
+    model = assemble(type(shards.model), config, shards.whole())
+    model.config._name_or_path = name
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model

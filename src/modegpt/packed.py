@@ -16,15 +16,17 @@ from .errors import InputError
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
 """What safetensors calls the dtypes of packed weights."""
-SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale", "fbgemm_fp8": "_scale"}
-"""What follows the name of a weight in the name of its scale, by `quant_method`."""
+PLAIN = ("F64", "F32", "BF16", "F16")
+"""And those of weights that mean what they say."""
+SCALES = {"fp8": ("_scale_inv", "_scale"), "compressed-tensors": ("_scale",), "fbgemm_fp8": ("_scale",)}
+"""What may follow the name of a weight in the name of its scale, by `quant_method`."""
 
 
 class Packing(NamedTuple):
     """How a checkpoint's weights are packed."""
 
-    scale: str
-    """What follows the name of a weight in the name of its scale."""
+    scales: tuple[str, ...]
+    """What may follow the name of a weight in the name of its scale."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None where all do, or all of a row."""
 
@@ -41,23 +43,48 @@ class Packing(NamedTuple):
         """
         if dtype not in FLOATS:
             return None
-        if (scale := name + self.scale) not in stored:
-            raise InputError(f"the checkpoint has '{name}' in 8 bits and no '{scale}': fetch it again")
-        return scale
+        names = [name + end for end in self.scales]
+        if (found := next((each for each in names if each in stored), None)) is None:
+            raise InputError(f"the checkpoint has '{name}' in 8 bits and no scale ('{names[0]}'): fetch it again")
+        return found
 
 
 def packing(config: Any) -> Packing | None:
-    """Return how the weights of a model are packed, by its config; None if they are not, or in no way known here."""
+    """Return how the weights of a model are packed, by its config; None if they are not, or in no way known here.
+
+    Raises:
+        InputError: the config says it in a form that is none.
+    """
     about = quantization(config)
     method = about.get("quant_method")
-    if getattr(config, "modegpt", None) or method not in SCALES:
+    if getattr(config, "modegpt", None) or not isinstance(method, str) or method not in SCALES:
         return None
     known, block = about.get("expert_dtype", "fp8") == "fp8", about.get("weight_block_size")
     if method == "compressed-tensors":
-        groups = (about.get("config_groups") or {}).values()
-        blocks = {tuple((group.get("weights") or {}).get("block_structure") or ()) for group in groups}
-        known, block = about.get("format") == "float-quantized" and len(blocks) == 1, next(iter(blocks), None)
-    return Packing(SCALES[method], tuple(block) if block else None) if known else None
+        groups = about.get("config_groups")
+        groups = list(groups.values()) if isinstance(groups, dict) else []
+        weights = [group.get("weights") or {} for group in groups if isinstance(group, dict)]
+        blocks = [each.get("block_structure") for each in weights]
+        # A transform turns the weights at run time, and a sparse format leaves some of them out.
+        sparsity = (about.get("sparsity_config") or {}).get("format") or "dense"
+        simple = not about.get("transform_config") and sparsity == "dense"
+        alike = len(weights) == len(groups) > 0 and blocks.count(blocks[0]) == len(blocks)
+        known, block = about.get("format") == "float-quantized" and simple and alike, blocks[0] if blocks else None
+    return Packing(SCALES[method], _block(block)) if known else None
+
+
+def _block(said: Any) -> tuple[int, int] | None:
+    """Read the size of a block: two numbers, or a text such as `128x128`."""
+    if not said:
+        return None
+    sizes = said.split("x") if isinstance(said, str) else said
+    try:
+        rows, columns = (int(size) for size in sizes)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if rows < 1 or columns < 1:
+        raise InputError(f"the config's quantization has blocks of {said!r}: give two numbers, rows and columns")
+    return rows, columns
 
 
 def quantization(config: Any) -> dict[str, Any]:
@@ -67,11 +94,18 @@ def quantization(config: Any) -> dict[str, Any]:
 
 
 def plain(config: Any) -> Any:
-    """Return the config of the unpacked model; the config itself where nothing is packed, or in no way known here."""
+    """Return the config of the unpacked model; the config itself where nothing is packed, or in no way known here.
+
+    A dtype of 8 bits, or none, becomes bfloat16.
+    """
     if packing(config) is None:
         return config
     config = copy.deepcopy(config)
     del config.quantization_config
+    dtype = getattr(config, "dtype", None)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    if dtype is None or dtype.itemsize == 1:
+        config.dtype = torch.bfloat16
     return config
 
 
@@ -79,7 +113,7 @@ def unpack(packed: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tens
     """Return `s q` in float32.
 
     Args:
-        packed: `(rows, columns)`.
+        packed: `(rows, columns)`, or several of these stacked, as their scales are.
         scale: one number, `(rows,)` or `(rows, 1)`, or with a `block` one number for each: `(⌈rows / block[0]⌉,
             ⌈columns / block[1]⌉)`. Bytes are exponents of two, less 127.
         block: rows and columns that share a scale, or None.
@@ -87,13 +121,20 @@ def unpack(packed: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tens
     Raises:
         ValueError: the scale has another shape.
     """
-    rows, columns = packed.shape
+    shape = tuple(packed.shape)
+    if packed.ndim == 3 and scale.ndim and len(scale) == len(packed):
+        return torch.stack([unpack(own, part, block) for own, part in zip(packed, scale, strict=True)])
     scale = torch.exp2(scale.to(torch.float32) - 127) if scale.dtype == torch.uint8 else scale.to(torch.float32)
+    weight = packed.to(torch.float32)
     if scale.numel() == 1:
-        return packed.to(torch.float32) * scale.flatten()
+        return weight.mul_(scale.item())
+    if packed.ndim != 2:
+        raise ValueError(f"a weight of shape {shape} has scales of shape {tuple(scale.shape)}")
+    rows, columns = shape
     if scale.numel() == rows and scale.shape[0] == rows:
-        return packed.to(torch.float32) * scale.view(rows, 1)
+        return weight.mul_(scale.view(rows, 1))
     if block is None or scale.shape != (-(-rows // block[0]), -(-columns // block[1])):
-        raise ValueError(f"a weight of shape {(rows, columns)} has scales of shape {tuple(scale.shape)}")
-    spread = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
-    return spread.mul_(packed.to(torch.float32))
+        raise ValueError(f"a weight of shape {shape} has scales of shape {tuple(scale.shape)}")
+    for strip, own in zip(weight.split(block[0]), scale, strict=True):
+        strip.mul_(own.repeat_interleave(block[1])[:columns])
+    return weight

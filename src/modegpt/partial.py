@@ -23,6 +23,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from .checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
 from .errors import InputError, WriteError
 from .models import save_tokenizer
+from .preparation import Text
 from .safetensors_merge import Entry, merge, read_header
 from .surgery import BlockOutcome
 
@@ -143,7 +144,7 @@ class PartialCheckpoint:
         n_layers: int,
         config: PreTrainedConfig,
         generation_config: GenerationConfig | None,
-        tokenizer: Any,
+        text: Text,
         report: dict[str, Any],
     ) -> None:
         """Put the final folder together and give it its name.
@@ -153,7 +154,7 @@ class PartialCheckpoint:
             n_layers: layers in the model; all are on disk.
             config: the compressed model's.
             generation_config: the dense model's.
-            tokenizer: saved beside the weights; None for none.
+            text: its tokenizer, if it has one, is saved beside the weights.
             report: the run's report, saved as `report.json`.
         """
         with self._refusals_explained("the checkpoint"):
@@ -166,8 +167,8 @@ class PartialCheckpoint:
             config.save_pretrained(model)
             if generation_config is not None:
                 generation_config.save_pretrained(model)
-            if tokenizer is not None:
-                save_tokenizer(tokenizer, model)
+            if text.tokenizer is not None:
+                save_tokenizer(text.tokenizer, model, text.tokenizer_of)
             (model / MODELING_FILE).write_bytes(modeling_source())
             write_json(report, model / REPORT_NAME)
             for file in model.iterdir():

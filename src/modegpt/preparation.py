@@ -21,11 +21,10 @@ from .config import CompressionConfig
 from .errors import InputError
 from .evaluate import check_window
 from .experts import run_in_turn
-from .modeling_modegpt import decoder_layers
 from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer, outer_config
-from .packed import FLOATS, packing, plain
+from .packed import packing, plain
 from .report import versions
-from .shards import ShardBlocks, check_packing, find_tensors, fingerprint, skeleton, unties, why_not_streamable
+from .shards import ShardBlocks, fingerprint, open_shards
 from .text_part import about_text_part, text_part
 
 EXPERT_STEP = 8
@@ -71,6 +70,8 @@ class Text:
 
     windows: Tensor
     tokenizer: Any
+    tokenizer_of: str | None
+    """The model whose tokenizer it is as it is; None where it was given as an object, or there is none."""
     about: dict[str, Any]
 
 
@@ -86,6 +87,7 @@ def open_text(
         InputError: the model, the data or the window is unusable.
     """
     name = None if isinstance(model, PreTrainedModel) else model
+    tokenizer_of = name if tokenizer is None else None
     model_config = model.config if isinstance(model, PreTrainedModel) else check_model(model)[0]
     architecture_of(model_config)
     if isinstance(calibration, Tensor):
@@ -97,7 +99,7 @@ def open_text(
         check_window(model_config, calibration.shape[1])
         if tokenizer is None and name is not None and has_tokenizer(name):
             tokenizer = open_tokenizer(name)
-        return Text(calibration, tokenizer, _about("token ids", calibration))
+        return Text(calibration, tokenizer, tokenizer_of, _about("token ids", calibration))
     data = str(calibration)
     check_source(data)
     check_window(model_config, config.seq_len)
@@ -109,7 +111,7 @@ def open_text(
     own = config.seq_len - (start is not None)
     windows = draw_windows(tokens, config.samples, own, config.sampling, config.seed, data)
     windows = begin_windows(windows.flatten(), config.seq_len, start).view(len(windows), -1)
-    return Text(windows, tokenizer, {**_about(data, windows), "start_token": start})
+    return Text(windows, tokenizer, tokenizer_of, {**_about(data, windows), "start_token": start})
 
 
 def plain_text(config: CompressionConfig) -> Tensor:
@@ -136,32 +138,19 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         architecture = architecture_of(config)
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)
-        empty = skeleton(config)
-        files = {} if folder is None else find_tensors(folder)
-        check_packing(files, packed)
-        if unties(files, empty, dtype, packed):
-            config.tie_word_embeddings = False
-            empty = skeleton(config)
-        layers = decoder_layers(empty, architecture.describe())
-        obstacle = why_not_streamable(files, empty, layers)
-        if folder is not None and obstacle is None:
-            blocks = ShardBlocks(files, empty, layers, dtype, device, packed)
-            generation_config = _generation_config(folder, empty)
-            identity, notes = fingerprint(files), []
-        elif packed is not None:
-            raise InputError(
-                f"weights in 8 bits are unpacked block by block, and this model cannot be read so: {obstacle}"
-            )
+        opened = "it has no safetensors files" if folder is None else open_shards(folder, config, dtype, device, packed)
+        if isinstance(opened, ShardBlocks) and folder is not None:
+            blocks, identity = opened, fingerprint(opened.files)
+            generation_config = _generation_config(folder, opened.model)
+            notes = ["its weights, stored in 8 bits, were unpacked as they were read"] if opened.packed else []
         else:
-            loaded = open_model(name, dtype)
+            loaded = open_model(name, dtype)  # which refuses packed ones
             config.tie_word_embeddings = loaded.config.tie_word_embeddings
             blocks = ModelBlocks(loaded, architecture, consume=True)
             generation_config, identity = loaded.generation_config, _checksum(loaded)
-            notes = [f"the model was loaded whole, not streamed: {obstacle}"]
+            notes = [f"the model was loaded whole, not streamed: {opened}"]
         run_in_turn(blocks.model)
         notes += about_text_part(whole)
-        if any(entry.dtype in FLOATS for entry in files.values()):
-            notes.append("its weights, stored in 8 bits, were unpacked as they were read")
     dims = Dimensions.of(architecture, config)
     return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)
 

@@ -18,6 +18,7 @@ from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import CompressionConfig
 from .damage import hold_out, measure_damages, trial_ranks
+from .decompose.psd import all_finite
 from .distributed import Team
 from .errors import InputError, NumericalError
 from .fisher import FisherProbe, stride
@@ -111,7 +112,7 @@ class Run:
         report = self.report(allocation, scores, outcomes)
         config = self.compressed_config([outcome.layer for outcome in outcomes])
         report["fingerprint"] = partial.fingerprint
-        partial.finish(other, len(outcomes), config, self.source.generation_config, self.text.tokenizer, report)
+        partial.finish(other, len(outcomes), config, self.source.generation_config, self.text, report)
         return report
 
     def _once(
@@ -236,7 +237,7 @@ class Run:
                 ranks = allocation.ranks[index]
                 outcome, middle = compressor.compress(block, index, calibration, ranks, dense, drifted)
                 named = rounded_tensors(block, self.source.architecture, self.out_dtype).items()
-                keep(index, {self._prefix(index) + name: tensor for name, tensor in named}, outcome)
+                keep(index, self._checked({self._prefix(index) + name: tensor for name, tensor in named}), outcome)
                 del named
             outcomes.append(outcome)
             drifted |= bool(cut_modules(allocation.ranks[index], self.source.dims))
@@ -297,10 +298,19 @@ class Run:
 
     def _other_tensors(self) -> dict[str, Tensor]:
         other = self.source.blocks.other_tensors()
-        return {
-            name: tensor.to(self.out_dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
-            for name, tensor in other.items()
-        }
+        return self._checked(
+            {
+                name: tensor.to(self.out_dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
+                for name, tensor in other.items()
+            }
+        )
+
+    def _checked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors that are to be written, if float16, whose range is that of no other dtype here, holds them."""
+        for name, tensor in tensors.items():
+            if tensor.dtype == torch.float16 and not all_finite(tensor):
+                raise NumericalError(f"'{name}' is too large for float16: ask for bfloat16 or float32")
+        return tensors
 
     def compressed_config(self, layers: list[dict[str, int]]) -> Any:
         """Return the config of the result."""

@@ -18,7 +18,7 @@ from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError, refused
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
-from .packed import FLOATS, Packing, unpack
+from .packed import FLOATS, PLAIN, Packing, unpack
 from .safetensors_merge import Entry, read_header
 from .text_part import names_in_files
 
@@ -69,6 +69,8 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
             shape = [shape[0] * shape[1] // len(stored), shape[2]]
         if not stored or any(files[each].shape != shape for each in stored):
             return f"its shards store '{name}' under another name or shape"
+        if wanted[name].is_floating_point() and (kind := files[stored[0]].dtype) not in (*PLAIN, *FLOATS):
+            raise InputError(f"the checkpoint has '{stored[0]}' as {kind}: give it in 16 or 32 bits, or 8-bit floats")
     return None
 
 
@@ -94,6 +96,32 @@ def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype, 
     return False
 
 
+def open_shards(
+    folder: Path, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, packing: Packing | None
+) -> "ShardBlocks | str":
+    """Return the blocks of a checkpoint folder, or why it cannot be read block by block.
+
+    Args:
+        folder: with the files.
+        config: of the dense model, unpacked; it learns where the files untie what it ties.
+        dtype: to run in.
+        device: where embeddings are looked up.
+        packing: of weights in 8 bits.
+
+    Raises:
+        InputError: a file is broken, or it is not known what a weight means.
+    """
+    files, empty = find_tensors(folder), skeleton(config)
+    check_packing(files, packing)
+    if unties(files, empty, dtype, packing):
+        config.tie_word_embeddings = False
+        empty = skeleton(config)
+    layers = decoder_layers(empty, architecture_of(config).describe())
+    if (obstacle := why_not_streamable(files, empty, layers)) is not None:
+        return obstacle
+    return ShardBlocks(files, empty, layers, dtype, device, packing)
+
+
 class ShardBlocks:
     """The blocks of a checkpoint folder, one at a time.
 
@@ -116,7 +144,7 @@ class ShardBlocks:
         packing: Packing | None = None,
     ) -> None:
         """Note where everything is; no weight is read."""
-        self._files, self.dtype, self.device, self._packing = files, dtype, device, packing
+        self.files, self.dtype, self.device, self._packing = files, dtype, device, packing
         self.model, self.layers = model, layers
         self.prefix = layers_prefix(self.model, self.layers)
         self._architecture = architecture_of(model.config)
@@ -193,23 +221,40 @@ class ShardBlocks:
             tensor = self._read(f"{name}.{key}").to(self.device, self.dtype)
             module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
 
+    @property
+    def packed(self) -> bool:
+        """Whether weights are stored in 8 bits."""
+        return any(entry.dtype in FLOATS for entry in self.files.values())
+
+    def whole(self) -> dict[str, Tensor]:
+        """Return all tensors of the model, on the CPU, in the dtypes to run in."""
+        own = self.model.state_dict()
+        kept = {name: self._dtype_of(name, self.dtype) for name, tensor in own.items() if tensor.is_floating_point()}
+        return {name: self._read(name, kept.get(name)) for name in required_tensors(self.model)}
+
+    def _dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return self._architecture.stored_dtype(name, torch.float32, dtype)
+
     def _load(self, module: nn.Module, prefix: str, device: torch.device) -> None:
-        parameters = {name for name, _parameter in module.named_parameters()}
-        for name in list(module.state_dict()):  # buffers are among these, as the numbers of an activation
+        parameters, wanted = {name for name, _parameter in module.named_parameters()}, module.state_dict()
+        for name in list(wanted):  # buffers are among these, as the numbers of an activation
             path, _, key = name.rpartition(".")
-            tensor = self._read(prefix + name)
+            known = wanted[name].is_floating_point()
+            tensor = self._read(prefix + name, self._dtype_of(name, self.dtype) if known else None)
             tensor = tensor.to(device, self._architecture.stored_dtype(name, tensor.dtype, self.dtype))
             own = nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
             setattr(module.get_submodule(path), key, own)
 
-    def _read(self, name: str) -> Tensor:
-        stored = _stored_names(name, self._files, self.model)
+    def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor in a dtype, or as it is stored; what is stored apart is never in another one as a whole."""
+        stored = _stored_names(name, self.files, self.model)
         if len(stored) == 1:
-            return _read(self._files, stored[0], self._packing)
-        first = _read(self._files, stored[0], self._packing)
-        fused = first.new_empty(len(stored), *first.shape)
+            tensor = _read(self.files, stored[0], self._packing)
+            return tensor if dtype is None else tensor.to(dtype)
+        first = _read(self.files, stored[0], self._packing)
+        fused = first.new_empty(len(stored), *first.shape, dtype=dtype or first.dtype)
         for part, own in zip(fused, stored, strict=True):
-            part.copy_(_read(self._files, own, self._packing))
+            part.copy_(_read(self.files, own, self._packing))
         return fused.view(self._n_experts, -1, first.shape[-1])
 
 
@@ -260,10 +305,12 @@ def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
     """
     if name in stored:
         return name
-    candidates = [name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)]
+    candidates, other = [name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)], name
     for module, file in architecture_of(model.config).file_names:
         if module in name:
             candidates.append(name.replace(module, file, 1))
+        other = other.replace(module, file, 1)
+    candidates.append(other)
     return next((candidate for candidate in candidates if candidate in stored), None)
 
 

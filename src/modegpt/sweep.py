@@ -28,7 +28,7 @@ from .inspection import describe
 from .measures import Measures, Quality
 from .measuring import seen_text
 from .models import open_model, outer_config, resolve_device
-from .packed import plain
+from .packed import packing, plain
 from .partial import PartialCheckpoint, check_fingerprint, finished_report
 from .preparation import Text, open_text, run_fingerprint
 from .report import Stopwatch, machine, protocol
@@ -144,6 +144,8 @@ class _Sweep:
         self.device = resolve_device(config.device)
         outer = outer_config(model)
         dense_config, self.notes = plain(text_part(outer)), about_text_part(outer)
+        if packing(text_part(outer)) is not None:
+            self.notes.append("its weights are in 8 bits, by the config, and were unpacked as they were read")
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:
             check_settings(self.speed, [dense_config])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import (
     ApertusConfig,
@@ -36,10 +37,13 @@ from transformers import (
     HeliumConfig,
     HunYuanDenseV1Config,
     HyperCLOVAXConfig,
+    InternLM3Config,
+    IQuestCoderConfig,
     Jais2Config,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
@@ -62,6 +66,7 @@ from transformers import (
     Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
+    SolarOpenConfig,
     StableLmConfig,
     Starcoder2Config,
     VaultGemmaConfig,
@@ -70,6 +75,8 @@ from transformers import (
 from modegpt.architectures import Architecture, Dimensions, architecture_of
 from modegpt.preparation import EXPERT_STEP
 from modegpt.tiny import random_model
+
+ExaoneConfig: Any = getattr(transformers, "ExaoneConfig", None)
 
 VOCAB = 101
 PAD = 0
@@ -246,6 +253,10 @@ FAMILIES = [
     # A head dim that is not hidden_size / heads, and every bias that the stock class offers.
     Family("llama-grouped", lambda: LlamaConfig(**SIZES, **GROUPED, head_dim=16, attention_bias=True, mlp_bias=True)),
     Family("llama-tied", lambda: LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    Family("internlm3", lambda: InternLM3Config(**SIZES, **GROUPED, head_dim=16, attention_bias=True, mlp_bias=True)),
+    Family("iquestcoder", lambda: IQuestCoderConfig(**SIZES, **GROUPED, head_dim=16)),
+    # Came with transformers 5.24.
+    *([Family("exaone", lambda: ExaoneConfig(**SIZES, **GROUPED))] if ExaoneConfig else []),
     Family("mistral", lambda: MistralConfig(**SIZES, **GROUPED, sliding_window=WINDOW)),
     Family(
         "qwen2",
@@ -338,6 +349,15 @@ FAMILIES = [
         "mixtral",
         lambda: MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2, sliding_window=WINDOW),
     ),
+    Family(
+        "minimax_m2",
+        lambda: MiniMaxM2Config(
+            **SIZES, **GROUPED, head_dim=16, num_local_experts=3, num_experts_per_tok=2, rope_parameters=HALF_ROTARY
+        ),
+        whole=("qk",),
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
     Family("qwen2_moe", lambda: Qwen2MoeConfig(**SIZES, **GROUPED, **EXPERTS, shared_expert_intermediate_size=24)),
     Family("qwen3_moe", lambda: Qwen3MoeConfig(**SIZES, **GROUPED, **EXPERTS, head_dim=16), whole=("qk",)),
     Family(
@@ -355,6 +375,23 @@ FAMILIES = [
             **SIZES, **GROUPED, **GROUPED_EXPERTS, head_dim=16, rope_parameters=HALF_ROTARY, attention_bias=True
         ),
         whole_mlps=1,
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
+    Family(
+        "solar_open",
+        lambda: SolarOpenConfig(
+            **NO_WIDTH,
+            **GROUPED,
+            head_dim=16,
+            moe_intermediate_size=40,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            routed_scaling_factor=1.5,
+            attention_bias=True,
+        ),
         exact=ROUTED,
         stepwise=ROUTED,
     ),

@@ -105,7 +105,7 @@ def test_lora(pair: Pair, folders: dict[str, Path], tmp_path: Path, targets: str
 
 
 def test_the_defaults_are_those_of_the_dense_family(pair: Pair):
-    dense = pair.dense.config.model_type
+    dense = type(pair.dense).config_class.model_type
     for settings, known in (
         (peft.LoraConfig, constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING),
         (peft.IA3Config, constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING),

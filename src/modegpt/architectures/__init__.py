@@ -16,7 +16,7 @@ from .exaone4 import EXAONE4
 from .falcon import FALCON
 from .falcon_h1 import FALCON_H1
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
-from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
+from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
@@ -25,9 +25,9 @@ from .hunyuan import HUNYUAN_V1_DENSE
 from .hyperclovax import HYPERCLOVAX
 from .jais2 import JAIS2
 from .lfm2 import LFM2, LFM2_MOE
-from .llama import LLAMA
+from .llama import EXAONE, INTERNLM3, IQUESTCODER, LLAMA
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
-from .mixtral import MIXTRAL
+from .mixtral import MINIMAX_M2, MIXTRAL
 from .nemotron import NEMOTRON
 from .olmo import OLMO, OLMO2, OLMO3, OLMOE
 from .opt import OPT
@@ -45,6 +45,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     architecture.model_type: architecture
     for architecture in (
         LLAMA,
+        INTERNLM3,
+        IQUESTCODER,
+        EXAONE,
         SMOLLM3,
         MISTRAL,
         MINISTRAL,
@@ -82,6 +85,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         GLM4,
         GLM4_MOE,
         GLM4_MOE_LITE,
+        SOLAR_OPEN,
         ERNIE4_5,
         ERNIE4_5_MOE,
         NEMOTRON,
@@ -97,6 +101,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         LFM2,
         LFM2_MOE,
         MIXTRAL,
+        MINIMAX_M2,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         DOTS1,

@@ -1,4 +1,4 @@
-"""GLM 4 (9B, of 2024), GLM 4 0414, and GLM 4.5 to 4.7."""
+"""GLM 4 (9B, of 2024), GLM 4 0414, GLM 4.5 to 4.7, and Solar Open, which is made like the latter."""
 
 from dataclasses import replace
 
@@ -37,6 +37,16 @@ GLM4_MOE = Architecture(
     float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
     notes="GLM 4.5 to 4.7, Air among them; the MLPs of the first layers and the shared experts stay whole, and so does "
     "query-key where `use_qk_norm` says so",
+)
+
+SOLAR_OPEN = replace(
+    GLM4_MOE,
+    model_type="solar_open",
+    name="SolarOpen",
+    partial_rotary=False,
+    query_norm="",
+    key_norm="",
+    notes="Solar Open 100B; the shared experts stay whole",
 )
 
 GLM4_MOE_LITE = replace(

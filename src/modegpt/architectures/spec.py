@@ -119,7 +119,8 @@ class Architecture:
     start_token: bool = False
     """Whether every window of a text must begin with the tokenizer's `bos` token, without which the model is lost."""
     file_names: tuple[tuple[str, str], ...] = ()
-    """Where checkpoint files name tensors otherwise than the modules do: a part of the name, and that in the files."""
+    """Where checkpoint files name tensors otherwise than the modules do: a part of the name, and that in the files. One
+    of them may hold for a name, or several in turn."""
     buffers: tuple[str, ...] = ()
     """Tensors of a block in the files that are no parameters, from the block."""
     float32: tuple[str, ...] = ()

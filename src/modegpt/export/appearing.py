@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -23,25 +23,36 @@ def appearing(out: Path, overwrite: bool) -> Iterator[Path]:
     """
     new, old = (out.with_name(f"{out.name}.{end}") for end in ("exporting", "replaced"))
     if old.exists():
-        raise InputError(f"'{old}' is what '{out.name}' was before an export that was killed: rename or remove it")
-    try:
-        new.mkdir(parents=True)
-    except FileExistsError as problem:
-        raise InputError(
-            f"'{new}' is of another export, or of one that was killed: wait for it, or remove it"
-        ) from problem
-    except OSError as problem:
-        raise WriteError(f"the folder for '{out}' cannot be made: {problem}") from problem
+        whole = f"'{out}' itself is whole: remove it" if out.exists() else "rename or remove it"
+        raise InputError(f"'{old}' is what '{out.name}' was before an export that was interrupted; {whole}")
+    parents = [parent for parent in out.parents if not parent.exists()]
+    with writing(out):
+        try:
+            new.mkdir(parents=True)
+        except FileExistsError as problem:
+            said = "is of another export, or of one that was killed: wait for it, or remove it"
+            raise InputError(f"'{new}' {said}") from problem
     try:
         yield new
         check_output(out, overwrite)  # it may have appeared in the meantime
-        _replace(new, out, old)
-    except (OSError, SafetensorError) as problem:
-        raise WriteError(
-            f"the export could not be written to '{out}': {problem}; make room, and export again"
-        ) from problem
-    finally:
+        with writing(out):
+            _replace(new, out, old)
+    except BaseException:
         shutil.rmtree(new, ignore_errors=True)
+        for parent in parents:
+            with suppress(OSError):
+                parent.rmdir()
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def writing(out: str | Path) -> Iterator[None]:
+    """Say in one line what the disk refuses."""
+    try:
+        yield
+    except (OSError, SafetensorError) as problem:
+        raise WriteError(f"'{out}' could not be written: {problem}; make room, and export again") from problem
 
 
 def _replace(new: Path, out: Path, old: Path) -> None:
@@ -53,4 +64,3 @@ def _replace(new: Path, out: Path, old: Path) -> None:
         if old.exists():
             old.rename(out)
         raise
-    shutil.rmtree(old, ignore_errors=True)

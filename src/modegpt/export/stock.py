@@ -21,7 +21,7 @@ from ..errors import InputError, NumericalError
 from ..modeling_modegpt import PREFIX, decoder_layers
 from ..models import has_tokenizer, open_config, open_model, open_tokenizer, save_tokenizer
 from ..packed import quantization
-from .appearing import appearing
+from .appearing import appearing, writing
 from .widen import rest, widen_block
 
 OTHERWISE = ("modegpt", "model_type", "architectures", "auto_map", "_name_or_path")
@@ -84,9 +84,10 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
         for weight, tensor in stock.state_dict().items():
             if not all_finite(tensor):
                 raise NumericalError(f"'{weight}' holds NaN or infinity in {str(tensor.dtype).removeprefix('torch.')}")
-        stock.save_pretrained(folder)
+        with writing(out):
+            stock.save_pretrained(folder)
         if tokenizer is not None:
-            save_tokenizer(tokenizer, folder)
+            save_tokenizer(tokenizer, folder, name)
     mlp, attention = zeros(stock, layers)
     return {
         "model": name,
