@@ -56,7 +56,11 @@ def find_tensors(folder: Path) -> dict[str, Entry]:
 
 
 def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
-    """Return why a checkpoint cannot be streamed (`model` is its skeleton, `layers` its blocks), or None if it can."""
+    """Return why a checkpoint cannot be streamed (`model` is its skeleton, `layers` its blocks), or None if it can.
+
+    Raises:
+        InputError: a weight is stored as something else than numbers of 16 bits or more, or 8-bit floats.
+    """
     if not files:
         return "it has no safetensors files"
     hidden = [name for module in layers.modules() for name in module._non_persistent_buffers_set]
