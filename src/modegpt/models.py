@@ -191,11 +191,11 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
         from transformers import GgufConfig
 
         arguments["quantization_config"] = GgufConfig(dequantize=True)
-    language = None if config is None else plain(text_part(config))
+    said = None if config is None else text_part(config)
+    packed, language = packing(said), plain(said)
     if dtype == "auto":
         dtype = compute_dtype(device, getattr(language, "dtype", None) or torch.float32)
-    packed = None if config is None else packing(text_part(config))
-    if packed is not None and language is not None and language.model_type in ARCHITECTURES:
+    if packed is not None and language.model_type in ARCHITECTURES:
         model = _open_packed(name, language, packed, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model.to(device)  # pyright: ignore[reportArgumentType]
     if packed is None and Path(name).is_dir():
@@ -245,6 +245,12 @@ def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: to
         raise InputError(f"weights in 8 bits are unpacked tensor by tensor, and this model cannot be read so: {shards}")
     model = assemble(type(shards.model), config, shards.whole())
     model.config._name_or_path = name
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.generation_config = read_generation_config(folder, model)  # pyright: ignore[reportAttributeAccessIssue]
     return model
+
+
+def read_generation_config(folder: Path, model: PreTrainedModel) -> GenerationConfig | None:
+    """Return the generation settings in a model folder; without any, those of a model made of its config."""
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(folder)
+    return model.generation_config

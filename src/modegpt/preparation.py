@@ -21,7 +21,16 @@ from .config import CompressionConfig
 from .errors import InputError
 from .evaluate import check_window
 from .experts import run_in_turn
-from .models import check_model, compute_dtype, has_tokenizer, local_folder, open_model, open_tokenizer, outer_config
+from .models import (
+    check_model,
+    compute_dtype,
+    has_tokenizer,
+    local_folder,
+    open_model,
+    open_tokenizer,
+    outer_config,
+    read_generation_config,
+)
 from .packed import packing, plain
 from .report import versions
 from .shards import ShardBlocks, fingerprint, open_shards
@@ -133,15 +142,15 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
     else:
         name = os.path.abspath(model) if Path(model).exists() else model  # noqa: PTH100 - a link to a blob keeps its name
         whole = outer_config(name)
-        packed = packing(text_part(whole))
-        config = plain(text_part(whole))
+        said = text_part(whole)
+        packed, config = packing(said), plain(said)
         architecture = architecture_of(config)
         dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
         folder = local_folder(name)
         opened = "it has no safetensors files" if folder is None else open_shards(folder, config, dtype, device, packed)
         if isinstance(opened, ShardBlocks) and folder is not None:
             blocks, identity = opened, fingerprint(opened.files)
-            generation_config = _generation_config(folder, opened.model)
+            generation_config = read_generation_config(folder, opened.model)
             notes = ["its weights, stored in 8 bits, were unpacked as they were read"] if opened.packed else []
         else:
             loaded = open_model(name, dtype)  # which refuses packed ones
@@ -191,7 +200,7 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
     whole = {"qk"} if architecture.norms(block) else set()
     if architecture.whole_attention:
         whole |= {"qk", "vo"}
-    if architecture.experts and architecture.mixture(block) is None:
+    if not architecture.cuts_mlp(block):
         whole.add("mlp")
         # It has no rank to cut, but its size decides the shares of the budget.
         parameters = block.get_submodule(architecture.experts.rpartition(".")[0]).parameters()
@@ -249,9 +258,3 @@ def _untied(model: PreTrainedModel) -> Any:
     config = copy.deepcopy(model.config)
     config.tie_word_embeddings = False
     return config
-
-
-def _generation_config(folder: Path, model: PreTrainedModel) -> GenerationConfig | None:
-    if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
-    return model.generation_config

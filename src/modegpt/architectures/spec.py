@@ -210,6 +210,10 @@ class Architecture:
         """Return the module of a block's experts; None where it has none."""
         return dict(block.named_modules()).get(self.experts) if self.experts else None
 
+    def cuts_mlp(self, block: nn.Module) -> bool:
+        """Whether a block's MLP, or its experts, have a rank: not an MLP among layers of experts."""
+        return not self.experts or self.mixture(block) is not None
+
     def narrowed(self, block: nn.Module) -> list[Any]:
         """Return every module of a block whose weights have a rank, each once: linear ones, and experts."""
         mixture = self.mixture(block)

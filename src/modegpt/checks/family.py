@@ -47,7 +47,7 @@ def _typical(subject: Subject) -> nn.Module:
     """Return the first dense block whose MLP has a rank."""
     architecture = subject.architecture
     blocks = decoder_layers(subject.dense, architecture.describe())
-    return next(block for block in blocks if not architecture.experts or architecture.mixture(block) is not None)
+    return next(block for block in blocks if architecture.cuts_mlp(block))
 
 
 @torch.no_grad()

@@ -115,7 +115,7 @@ def zeros(stock: PreTrainedModel, layers: list[dict[str, int]]) -> tuple[int, in
     dims, mlp, attention = Dimensions.of(architecture, stock.config), 0, 0
     for block, layer in zip(decoder_layers(stock, architecture.describe()), layers, strict=True):
         cost = architecture.rank_costs(dims, lambda path, block=block: block.get_submodule(path).bias is not None)
-        if _has_rank(architecture, block):
+        if architecture.cuts_mlp(block):
             mlp += cost["mlp"] * (dims.d_int - layer["mlp_width"])
         attention += cost["qk"] * (dims.d_head - 2 * layer["rope_pairs"] - layer["qk_plain"])
         attention += cost["vo"] * (dims.d_head - layer["value_dim"])
@@ -169,14 +169,9 @@ def _stock_config(model: PreTrainedModel, stock_class: Any, blocks: nn.ModuleLis
     config.architectures, config.dtype = [stock_class.__name__], model.dtype
     architecture = architecture_of(config)
     described = zip(blocks, model.config.modegpt["layers"], strict=True)
-    if widths := [layer["mlp_width"] for block, layer in described if _has_rank(architecture, block)]:
+    if widths := [layer["mlp_width"] for block, layer in described if architecture.cuts_mlp(block)]:
         architecture.set_mlp_width(config, max(widths))
     return config
-
-
-def _has_rank(architecture: Architecture, block: nn.Module) -> bool:
-    """Whether a block has an MLP, or experts, that compression cuts."""
-    return not architecture.experts or architecture.mixture(block) is not None
 
 
 def _check_names(empty: PreTrainedModel, model: PreTrainedModel) -> None:
