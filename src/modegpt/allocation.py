@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import MODULES, NAMES
+from .config import ALLOCATIONS, MODULES, NAMES, check_choice
 from .errors import InputError, NumericalError
 from .filling import Unit, auto_temperature, fill_additive, fill_exponential
 from .ranks import (
@@ -23,7 +23,6 @@ from .ranks import (
     trial_rank,
 )
 
-RULES = ("uniform", "influence", "influence-blocks", "owl", "error", "width", "plan")
 PARTS = {"attention": ("qk", "vo"), "mlp": ("mlp",)}
 """What `influence-blocks` scores apart, in the order of the score's columns."""
 NEGLIGIBLE = 1e-9
@@ -75,7 +74,7 @@ def allocate(
     blocks. No rank goes below one step, so a bound on a block's loss may lie below `max_sparsity`.
 
     Args:
-        rule: one of `RULES`.
+        rule: one of `config.ALLOCATIONS`.
         sizes: by layer.
         sparsity: the share to remove, in [0, 1).
         modules: which of `mlp`, `qk`, `vo` to compress.
@@ -357,8 +356,7 @@ def _check(
     owl_lambda: float,
 ) -> None:
     """Raise `InputError` for an argument that is out of range."""
-    if rule not in RULES:
-        raise InputError(f"allocation '{rule}' is unknown; allowed: {', '.join(RULES)}")
+    check_choice("allocation", rule, ALLOCATIONS)
     if not 0 <= sparsity < 1:
         raise InputError(f"sparsity {sparsity} is outside [0, 1): give a share such as 0.3 for 30 %")
     if not modules or any(module not in MODULES for module in modules):

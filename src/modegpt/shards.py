@@ -232,20 +232,18 @@ class ShardBlocks:
 
     def whole(self) -> dict[str, Tensor]:
         """Return all tensors of the model, on the CPU, in the dtypes to run in."""
-        own = self.model.state_dict()
-        kept = {name: self._dtype_of(name, self.dtype) for name, tensor in own.items() if tensor.is_floating_point()}
-        return {name: self._read(name, kept.get(name)) for name in required_tensors(self.model)}
+        wanted = self.model.state_dict()
+        return {name: self._read(name, self._dtype_of(name, wanted[name])) for name in required_tensors(self.model)}
 
-    def _dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return self._architecture.stored_dtype(name, torch.float32, dtype)
+    def _dtype_of(self, name: str, wanted: Tensor) -> torch.dtype:
+        """Return the dtype to run a tensor in; `wanted` is that of the skeleton."""
+        return self._architecture.stored_dtype(name, wanted.dtype, self.dtype)
 
     def _load(self, module: nn.Module, prefix: str, device: torch.device) -> None:
         parameters, wanted = {name for name, _parameter in module.named_parameters()}, module.state_dict()
         for name in list(wanted):  # buffers are among these, as the numbers of an activation
             path, _, key = name.rpartition(".")
-            known = wanted[name].is_floating_point()
-            tensor = self._read(prefix + name, self._dtype_of(name, self.dtype) if known else None)
-            tensor = tensor.to(device, self._architecture.stored_dtype(name, tensor.dtype, self.dtype))
+            tensor = self._read(prefix + name, self._dtype_of(name, wanted[name])).to(device)
             own = nn.Parameter(tensor, requires_grad=False) if name in parameters else tensor
             setattr(module.get_submodule(path), key, own)
 

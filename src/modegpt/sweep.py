@@ -143,8 +143,9 @@ class _Sweep:
         self.out, self.measures, self.keep_models, self.progress = out, measures, keep_models, progress
         self.device = resolve_device(config.device)
         outer = outer_config(model)
-        dense_config, self.notes = plain(text_part(outer)), about_text_part(outer)
-        if packing(text_part(outer)) is not None:
+        said, self.notes = text_part(outer), about_text_part(outer)
+        dense_config = plain(said)
+        if packing(said) is not None:
             self.notes.append("its weights are in 8 bits, by the config, and were unpacked as they were read")
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:

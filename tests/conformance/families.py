@@ -145,15 +145,15 @@ MULTIPLIERS: dict[str, Any] = {
     "logits_scaling": 2.0,
 }
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 40, "num_experts": 3, "num_experts_per_tok": 2}
-GROUPED_EXPERTS: dict[str, Any] = {
+ROUTED_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 40,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
-    "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.5,
 }
+GROUPED_EXPERTS: dict[str, Any] = {**ROUTED_EXPERTS, "first_k_dense_replace": 1}
 LATENT: dict[str, Any] = {
     **GROUPED_EXPERTS,
     "num_key_value_heads": 4,
@@ -383,13 +383,8 @@ FAMILIES = [
         lambda: SolarOpenConfig(
             **NO_WIDTH,
             **GROUPED,
+            **ROUTED_EXPERTS,
             head_dim=16,
-            moe_intermediate_size=40,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=2,
-            topk_group=1,
-            routed_scaling_factor=1.5,
             attention_bias=True,
         ),
         exact=ROUTED,

@@ -35,8 +35,8 @@ def check(
     from ..text_part import about_text_part, text_part
 
     outer = outer_config(model)
-    packed = packing(text_part(outer))
-    config = plain(text_part(outer))
+    said = text_part(outer)
+    packed, config = packing(said), plain(said)
     told = facts(config, supported(config), settings.sparsity)
     if notes := about_text_part(outer):
         told = {"taken": notes[0], **told}

@@ -18,7 +18,7 @@ from ..blocks import layers_prefix
 from ..checkpoint import assemble, check_output
 from ..decompose.psd import all_finite
 from ..errors import InputError, NumericalError
-from ..modeling_modegpt import PREFIX, decoder_layers
+from ..modeling_modegpt import auto_map, decoder_layers
 from ..models import has_tokenizer, open_config, open_model, open_tokenizer, save_tokenizer
 from ..packed import quantization
 from .appearing import appearing, writing
@@ -67,11 +67,9 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
     """
     check_output(out, overwrite, name)
     config = open_config(name)
-    description = getattr(config, "modegpt", None)
-    if not description:
+    if not getattr(config, "modegpt", None):
         raise InputError(f"model '{name}' is not compressed: it is a stock one already")
-    about, (saved, *_) = description["architecture"], config.architectures or [None]
-    causal = PREFIX + (about.get("causal_lm") or f"{about['name']}ForCausalLM")
+    saved, causal = (config.architectures or [None])[0], auto_map(config)["AutoModelForCausalLM"].rpartition(".")[2]
     if saved != causal:
         raise InputError(f"model '{name}' was saved as a {saved}, and export reads a {causal}: use modegpt.stock_model")
     tokenizer = open_tokenizer(name) if has_tokenizer(name) else None
