@@ -104,8 +104,8 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     """Write the figures with command, versions and machine beside them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = protocol()
-    # Where compressed models are kept, or another program's source is, changes no figure.
-    command = re.sub(r" --cache[ =]('[^']*'|\S+)", "", "python " + about["command"])
+    # Where compressed models or finished rows are kept, or another program's source is, changes no figure.
+    command = re.sub(r" --(?:cache|out)[ =]('[^']*'|\S+)", "", "python " + about["command"])
     about["command"] = re.sub(r"(--converter[ =])\S*/", r"\1llama.cpp/", command)
     write_json({**about, **figures}, path)
     print(f"wrote {path}")

@@ -68,6 +68,24 @@ def lean() -> str:
     )
 
 
+def rivals() -> str:
+    """Return the section on other training-free methods."""
+    if (data := load("rivals.json")) is None:
+        return ""
+    about, dense = data["protocol"], data["rows"][0]["perplexity"]
+    shares, lines = sorted({row["sparsity"] for row in data["rows"][1:]}), {}
+    for row in data["rows"][1:]:
+        cell = f"{row['perplexity']:.1f} ({math.log(row['perplexity'] / dense):.2f})"
+        lines.setdefault(row["method"], {})[row["sparsity"]] = cell
+    rows = [[f"`{method}`", *(cells.get(share, "") for share in shares)] for method, cells in lines.items()]
+    return (
+        "**Other training-free methods**, written from their papers ([how](docs/other-methods.md)). "
+        f"SmolLM2-135M-Instruct, {about['dtype']},\ncalibrated on {about['calibration']}; perplexity on "
+        f"{about['test']}\n(dense {dense:.1f}), and the rise of its logarithm (`benchmarks/rivals.py`).\n\n"
+        + table(["method", *(f"{share:.0%}" for share in shares)], rows)
+    )
+
+
 def allocation() -> str:
     """Return the section on the allocation rules."""
     if (data := load("allocation.json")) is None:
@@ -244,6 +262,7 @@ def figures() -> str:
         faithful(),
         solvers(),
         other_text(),
+        rivals(),
         allocation(),
         gemma3(),
         stock(),

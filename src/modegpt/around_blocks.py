@@ -13,29 +13,40 @@ from .architectures import architecture_of
 from .hidden_states import HiddenStates
 
 
-class _StandIn(nn.Module):
-    """Stands in for a block: notes what it is called with, and returns its input, or what it was told to return."""
+class PassedBlock(nn.Module):
+    """Stands in for a block that is left out: returns its input as the block returns its output."""
 
     def __init__(self, block: nn.Module, tuple_output: bool) -> None:
+        """Take over what decoders read of the block; `tuple_output` is that of its `Architecture`."""
         super().__init__()
-        self._parameter_names = list(inspect.signature(block.forward).parameters)[1:]
         self._tuple_output = tuple_output
         # Some decoders read an attribute of the block (its attention type, say) to choose the mask it gets.
         self._attributes = {name: value for name, value in vars(block).items() if not name.startswith("_")}
-        self.arguments: dict[str, Any] = {}
-        self.states: Tensor | None = None
-        self.output: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         attributes = self.__dict__.get("_attributes", {})
         return attributes[name] if name in attributes else super().__getattr__(name)
 
+    def forward(self, hidden_states: Tensor, *_positional: Any, **_arguments: Any) -> Tensor | tuple[Tensor, None]:
+        """Return the input."""
+        return (hidden_states, None) if self._tuple_output else hidden_states
+
+
+class _StandIn(PassedBlock):
+    """Notes what it is called with, and returns its input, or what it was told to return."""
+
+    def __init__(self, block: nn.Module, tuple_output: bool) -> None:
+        super().__init__(block, tuple_output)
+        self._parameter_names = list(inspect.signature(block.forward).parameters)[1:]
+        self.arguments: dict[str, Any] = {}
+        self.states: Tensor | None = None
+        self.output: Tensor | None = None
+
     def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor | tuple[Tensor, None]:
         """Note the input and the arguments, and return a tensor as the block returns its output."""
         named = dict(zip(self._parameter_names, positional, strict=False))
         self.states, self.arguments = hidden_states, {**named, **arguments}
-        output = hidden_states if self.output is None else self.output
-        return (output, None) if self._tuple_output else output
+        return super().forward(hidden_states if self.output is None else self.output)
 
 
 @contextmanager

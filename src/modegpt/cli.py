@@ -25,6 +25,7 @@ from .cli_support import (
 )
 from .commands.bench import bench
 from .commands.check import check
+from .commands.compare import compare
 from .commands.evaluate import evaluate
 from .commands.export import export
 from .commands.report import report as report_page
@@ -260,6 +261,7 @@ def demo(
 # Commands with a file of their own.
 app.command("bench")(bench)
 app.command("check")(check)
+app.command("compare")(compare)
 app.command("eval")(evaluate)
 app.command("export")(export)
 app.command("report")(report_page)

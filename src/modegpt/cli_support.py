@@ -91,6 +91,14 @@ def names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def numbers(name: str, text: str) -> list[float]:
+    """Read a list of numbers with commas."""
+    try:
+        return [float(number) for number in names(text)]
+    except ValueError:
+        raise InputError(f"{name} '{text}' is no list of numbers; give shares such as 0.1,0.2,0.3") from None
+
+
 def number_or_auto(name: str, text: str) -> float | str:
     """Read a number, or `auto`."""
     if text == "auto":

@@ -7,9 +7,8 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, check_json, console, emit, names, quiet
+from ..cli_support import JSON, MODEL, check_json, console, emit, names, numbers, quiet
 from ..config import CompressionConfig
-from ..errors import InputError
 from .settings import configured
 
 
@@ -34,10 +33,7 @@ def sweep(
     json_file: str | None = JSON,
 ) -> None:
     """Compress and measure MODEL at several sparsities; a sweep that was stopped goes on where it was."""
-    try:
-        shares = [float(share) for share in names(sparsity)]
-    except ValueError:
-        raise InputError(f"sparsity '{sparsity}' is no list of numbers; give shares such as 0.1,0.2,0.3") from None
+    shares = numbers("sparsity", sparsity)
     check_json(json_file)
     quiet()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.

@@ -1,0 +1,42 @@
+"""Other training-free methods, for comparing them on the same model, text and sparsity.
+
+Each is written from its paper, and its authors' code where the two differ, one file a method. What it gives computes
+what the method's model would, in the dense model's class: weights that the method removes are zeros, factors are
+multiplied out, rotations are undone. So perplexity and accuracy are the method's, and its parameters are counted; its
+speed and memory cannot be seen here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..architectures import Architecture
+from . import flap, shortgpt, sleb, slicegpt, svd_llm, wanda_sp
+from .reduced import Reduced, Start
+from .walk import require_plain_blocks
+
+
+class Baseline(NamedTuple):
+    """One method."""
+
+    start: Start
+    removes: str
+    """What it removes, in a few words."""
+    require: Callable[[Architecture, str], None] = require_plain_blocks
+    """Raises `InputError` for a family that the method, by the name that is given, cannot be tried on."""
+
+
+def _every_family(_architecture: Architecture, _method: str) -> None:
+    pass
+
+
+BASELINES: dict[str, Baseline] = {
+    "shortgpt": Baseline(shortgpt.start, "layers, by Block Influence", _every_family),
+    "sleb": Baseline(sleb.start, "layers, one after another by the loss without each", _every_family),
+    "flap": Baseline(flap.start, "heads and neurons that vary little; biases take over their means"),
+    "wanda-sp": Baseline(wanda_sp.start, "heads and neurons, by weight times input"),
+    "svd-llm": Baseline(svd_llm.start, "ranks of every matrix, by SVD in whitened inputs"),
+    "slicegpt": Baseline(slicegpt.start, "directions of the residual stream, by PCA", slicegpt.require_plain_sums),
+}
+"""By the name that `modegpt compare` knows it by."""
+
+__all__ = ["BASELINES", "Baseline", "Reduced"]

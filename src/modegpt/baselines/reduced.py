@@ -1,0 +1,31 @@
+"""What every method gives."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..run import Progress
+
+
+class Reduced(NamedTuple):
+    """A model that a method made smaller."""
+
+    model: PreTrainedModel
+    """Of the dense model's class; it computes what the smaller model would."""
+    removed: int
+    """Parameters of the decoder blocks that the smaller model does without, less those that the method adds."""
+    share: float
+    """The same, as a share of the blocks' parameters."""
+
+
+def reaches(removed: int, sparsity: float, total: int) -> bool:
+    """Whether as many parameters are a share of all: whole numbers are compared, whatever the product rounds to."""
+    return removed >= sparsity * total - 0.5
+
+
+Start = Callable[[PreTrainedModel, Tensor, Progress], Callable[[float], Reduced]]
+"""A method: looks at a dense model on `(samples, seq_len)` calibration windows, does all that does not depend on the
+sparsity, and returns what makes the model of a sparsity: the one that removes least of all that remove as much. The
+dense model stays as it is."""

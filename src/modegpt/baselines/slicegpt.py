@@ -1,0 +1,153 @@
+"""SliceGPT (Ashkboos et al. 2024, arXiv:2401.15024): the residual stream loses directions, found by PCA.
+
+Before every attention and every MLP the stream is turned by an orthogonal `Q`, the eigenvectors of its second moment,
+and cut to its first `k` coordinates; the turns are folded into the weights, but for one `k × k` matrix `Q_iᵀ Q_{i+1}`
+on each of a block's two residual connections. Here the stream keeps its coordinates and is projected by `P = Q_k Q_kᵀ`
+instead, which computes the same. The stream behind the last block stays whole, as in their experiments.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..architectures import Architecture
+from ..architectures.access import affine
+from ..decompose.psd import symmetrize
+from ..errors import InputError
+from ..run import Progress
+from .reduced import Reduced, reaches
+from .walk import Walk, layer_parameters, require_plain_blocks
+
+
+def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
+    """Return what cuts the residual stream to the largest `k` at which the blocks, with their `Q`, lose the share.
+
+    Each PCA is of what the norm behind it reads, on the stream that the blocks before it, already cut, put out: so it
+    is in their code. Of what the norm gives, as in their paper, it lost more (docs/log.md).
+    """
+
+    @torch.no_grad()
+    def at(sparsity: float) -> Reduced:
+        model = copy.deepcopy(dense)
+        walk = Walk(model, windows)
+        total, d_model, n_layers = sum(layer_parameters(dense)), walk.dims.d_model, len(walk.layers)
+        rank = d_model
+        while not reaches(removed := total - _sliced_parameters(walk, rank), sparsity, total) and rank > 1:
+            rank -= 1
+        centred = _is_centred(walk.architecture.middle_module(walk.layers[0]))
+        basis = _directions(walk.calibration.hidden, rank, centred)
+        walk.layers[0].register_forward_pre_hook(_projecting_input(basis), with_kwargs=True)
+        for index, block in enumerate(walk.layers):
+            progress("compress", index, n_layers)
+            basis = _directions(_middle(walk, index), rank, centred)
+            _project_attention(block, walk.architecture, basis)
+            if index < n_layers - 1:
+                basis = _directions(walk.run(index), rank, centred)
+                block.register_forward_hook(_projecting_output(basis))
+            walk.advance(index)
+        return Reduced(model, removed, removed / total)
+
+    return at
+
+
+def require_plain_sums(architecture: Architecture, method: str) -> None:
+    """Raise `InputError` unless a block adds attention and MLP, one after the other and as they are, to the stream."""
+    require_plain_blocks(architecture, method)
+    sums = architecture.adds_mlp and not architecture.mlp_norm and architecture.mlp_factor == 1
+    if architecture.parallel or not sums:
+        raise InputError(
+            f"{method} cannot be compared on '{architecture.model_type}', whose blocks do not add attention and then "
+            "MLP, as they are, to the residual stream; leave it out of --methods"
+        )
+
+
+def _sliced_parameters(walk: Walk, rank: int) -> int:
+    """Return the parameters of all blocks on `rank` directions: norms are folded into weights, two `Q` are added."""
+    total = 0
+    for index, block in enumerate(walk.layers):
+        behind = walk.dims.d_model if index == len(walk.layers) - 1 else rank
+        writers = [walk.architecture.projection(block, role) for role in ("output", "down")]
+        total += rank * (rank + behind)
+        for module in walk.architecture.linears(block):
+            weight, bias = affine(module)
+            if module in writers:
+                total += (rank, behind)[writers.index(module)] * (weight.shape[1] + (bias is not None))
+            else:
+                total += len(weight) * (rank + (bias is not None))
+    return total
+
+
+def _is_centred(norm: nn.Module) -> bool:
+    """Whether a norm takes off the mean: then the stream is, too, as SliceGPT folds that into what writes to it."""
+    return "LayerNorm" in type(norm).__name__ or isinstance(norm, nn.LayerNorm)
+
+
+def _directions(states: Iterable[Tensor], rank: int, centred: bool) -> Tensor:
+    """Return the `(d_model, rank)` leading eigenvectors of the states' second moment, in their dtype."""
+    moment, dtype = None, torch.float32
+    for batch in states:
+        rows, dtype = batch.flatten(0, -2).double(), batch.dtype
+        if centred:
+            rows = rows - rows.mean(-1, keepdim=True)
+        moment = rows.mT @ rows if moment is None else moment + rows.mT @ rows
+    assert moment is not None
+    _values, vectors = torch.linalg.eigh(symmetrize(moment))
+    return vectors[:, len(vectors) - rank :].to(dtype)
+
+
+def _middle(walk: Walk, index: int) -> Iterable[Tensor]:
+    """Yield the residual stream between attention and MLP of a block, for each batch."""
+    seen: list[Tensor] = []
+    middle = walk.architecture.middle_module(walk.layers[index])
+    hook = middle.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
+    try:
+        for _ in walk.run(index):
+            yield seen.pop()
+    finally:
+        hook.remove()
+
+
+def _projected(states: Tensor, basis: Tensor) -> Tensor:
+    basis = basis.to(states.device, states.dtype)
+    return (states @ basis) @ basis.mT
+
+
+def _projecting_input(basis: Tensor) -> Callable[..., Any]:
+    """Return a hook that projects the hidden states that enter a block."""
+
+    def hook(_module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        if inputs:
+            return (_projected(inputs[0], basis), *inputs[1:]), named
+        return inputs, {**named, "hidden_states": _projected(named["hidden_states"], basis)}
+
+    return hook
+
+
+def _projecting_output(basis: Tensor) -> Callable[..., Any]:
+    """Return a hook that projects what a block puts out."""
+
+    def hook(_module: Any, _inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_projected(output[0], basis), *output[1:])
+        return _projected(output, basis)
+
+    return hook
+
+
+def _project_attention(block: nn.Module, architecture: Architecture, basis: Tensor) -> None:
+    """Project the stream behind a block's attention: of `x + a`, attention adds `P(x + a) − x` from now on."""
+    entering: list[Tensor] = []
+
+    def note(_module: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        entering[:] = [inputs[0] if inputs else named["hidden_states"]]
+
+    def shift(_module: Any, _inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+        states = entering.pop()
+        return (_projected(states + output[0], basis) - states, *output[1:])
+
+    block.register_forward_pre_hook(note, with_kwargs=True)
+    block.get_submodule(architecture.attention).register_forward_hook(shift)

@@ -1,0 +1,81 @@
+"""The blocks of a model in memory, visited in order with the calibration text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..architectures import Architecture, Dimensions, architecture_of
+from ..blocks import TOKENS_PER_BATCH, ModelBlocks, advance, run_block
+from ..errors import InputError
+from ..hidden_states import HiddenStates
+from ..modeling_modegpt import decoder_layers
+
+
+class Walk:
+    """A model and the hidden states that enter its next block.
+
+    Args:
+        model: dense, in memory. Its blocks are handed out themselves, so what is done to them shows further on.
+        windows: `(samples, seq_len)` token ids.
+    """
+
+    def __init__(self, model: PreTrainedModel, windows: Tensor) -> None:
+        """Embed the windows."""
+        self.model, self.windows = model, windows
+        self.architecture = architecture_of(model.config)
+        self.dims = Dimensions.of(self.architecture, model.config)
+        self.blocks = ModelBlocks(model, self.architecture, consume=False)
+        self.layers = self.blocks.layers
+        self.device = model.device
+        tokens = TOKENS_PER_BATCH.get(self.device.type, TOKENS_PER_BATCH["cpu"])
+        self.calibration = self.blocks.embed(windows, max(1, tokens // windows.shape[1]), HiddenStates())
+
+    def run(self, index: int) -> Iterator[Tensor]:
+        """Yield the output of a block for each batch; the hidden states stay."""
+        return run_block(self.layers[index], index, self.calibration, self.device)
+
+    def advance(self, index: int, on_batch: Callable[[Tensor, Tensor], None] | None = None) -> None:
+        """Replace the hidden states by what a block makes of them; `on_batch` sees both of each batch."""
+        advance(self.layers[index], index, self.calibration, self.device, on_batch)
+
+
+def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the decoder blocks of a model."""
+    return decoder_layers(model, architecture_of(model.config).describe())
+
+
+def layer_parameters(model: PreTrainedModel) -> list[int]:
+    """Return the parameters of each decoder block."""
+    return [sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of(model)]
+
+
+@contextmanager
+def reading(modules: Sequence[Any], see: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """While the context is open, `see` gets the number of each of the modules and the `(tokens, width)` it reads."""
+    with ExitStack() as stack:
+        for number, module in enumerate(modules):
+
+            def hook(_module: Any, inputs: Any, number: int = number) -> None:
+                see(number, inputs[0].flatten(0, -2))
+
+            stack.callback(module.register_forward_pre_hook(hook).remove)
+        yield
+
+
+def require_plain_blocks(architecture: Architecture, method: str) -> None:
+    """Raise `InputError` unless every block has an attention that can be cut and one MLP."""
+    if architecture.experts or architecture.whole_attention:
+        found = "experts" if architecture.experts else "attention that must stay whole"
+        raise InputError(
+            f"{method} cannot be compared on '{architecture.model_type}', whose blocks have {found}; leave it out of "
+            "--methods (shortgpt and sleb take every family)"
+        )
+
+
+def second_moment(rows: Tensor) -> Tensor:
+    """Return `Σ x xᵀ` of `(tokens, width)`: a product in float32, as float64."""
+    rows = rows.float()
+    return (rows.mT @ rows).double()

@@ -1,0 +1,69 @@
+"""Wanda-sp: Wanda's metric (Sun et al. 2024, arXiv:2306.11695) for heads and neurons, as An et al. (2024) have it."""
+
+import copy
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..architectures.access import affine
+from ..run import Progress
+from .reduced import Reduced
+from .units import Costs, by_group, costs, readers, remove
+from .walk import Walk, layer_parameters, reading
+
+
+def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
+    """Return what removes the same share of every block.
+
+    A feature `i` of an output or down projection scores `mean_o |W_oi|·‖z_i‖₂`; the groups of heads of the lowest sums,
+    as many whole ones as the share allows, and the neurons of the lowest scores go. Where groups are too coarse for the
+    share, neurons make up for them. Each block sees what the blocks before it, already cut, put out.
+    """
+
+    @torch.no_grad()
+    def at(sparsity: float) -> Reduced:
+        model = copy.deepcopy(dense)
+        walk = Walk(model, windows)
+        sizes, removed, n_layers = layer_parameters(dense), 0, len(walk.layers)
+        for index, block in enumerate(walk.layers):
+            progress("compress", index, n_layers)
+            output, down = readers(walk, block)
+            weights = [affine(module).weight for module in (output, down)]
+            squares = [torch.zeros_like(weight[0], dtype=torch.float64) for weight in weights]
+
+            def see(number: int, rows: Tensor, squares: list[Tensor] = squares) -> None:
+                squares[number] += rows.float().square().sum(0, dtype=torch.float64)
+
+            with reading((output, down), see):
+                for _ in walk.run(index):
+                    pass
+            scores = [
+                weight.double().abs().mean(0) * square.sqrt() for weight, square in zip(weights, squares, strict=True)
+            ]
+            cost = costs(walk, block)
+            goal = sparsity * sizes[index]
+            n_groups, n_neurons = _counts(goal, cost, walk.dims.n_kv_heads, len(scores[1]), sparsity)
+            grouped = by_group(scores[0], walk)
+            kept = torch.ones_like(grouped, dtype=torch.bool)
+            kept[grouped.sum(1).argsort(stable=True)[:n_groups]] = False
+            remove(output, kept.flatten())
+            kept = torch.ones_like(scores[1], dtype=torch.bool)
+            kept[scores[1].argsort(stable=True)[:n_neurons]] = False
+            remove(down, kept)
+            removed += n_groups * cost.group + n_neurons * cost.neuron
+            walk.advance(index)
+        return Reduced(model, removed, removed / sum(sizes))
+
+    return at
+
+
+def _counts(goal: float, cost: Costs, n_groups: int, n_neurons: int, sparsity: float) -> tuple[int, int]:
+    """Return how many groups and how many neurons of a block go: no more groups than their share, if that will do."""
+    for groups in range(int(sparsity * n_groups + 1e-9), n_groups):
+        neurons = max(0, math.ceil((goal - groups * cost.group) / cost.neuron - 1e-9))
+        if neurons < n_neurons:
+            return groups, neurons
+    return n_groups - 1, n_neurons - 1

@@ -1,0 +1,115 @@
+"""SliceGPT: the projected model computes what the sliced one does, whose matrices are written out here."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_layers import SIZES, llama, quiet, windows
+from torch import Tensor, nn
+from transformers import LlamaConfig, OPTConfig
+
+from modegpt.baselines import BASELINES
+from modegpt.tiny import random_model
+
+
+def opt() -> Any:
+    config = OPTConfig(
+        vocab_size=61,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+    )
+    return random_model(config, seed=2)
+
+
+def streams(model: Any, layers: Any, middle: str, ids: Tensor) -> list[Tensor]:
+    """The residual stream before each attention and each MLP, `(tokens, d_model)`."""
+    seen: list[Tensor] = []
+
+    def note(_module: Any, inputs: Any) -> None:
+        seen.append(inputs[0].flatten(0, -2))
+
+    first = {"post_attention_layernorm": "input_layernorm", "final_layer_norm": "self_attn_layer_norm"}[middle]
+    hooks = [layer.get_submodule(name).register_forward_pre_hook(note) for layer in layers for name in (first, middle)]
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_the_stream_has_as_many_directions_as_the_parameters_say(family: str):
+    dense, middle = (llama(3), "post_attention_layernorm") if family == "llama" else (opt(), "final_layer_norm")
+    made = BASELINES["slicegpt"].start(dense, windows(4, 24), quiet)(0.3)
+    layers = made.model.base_model.layers if family == "llama" else made.model.model.decoder.layers
+    ranks = set()
+    for stream in streams(made.model, layers, middle, windows(4, 24)):
+        centred = stream - stream.mean(-1, keepdim=True) if family == "opt" else stream
+        # Float32: what is projected away is 1e-7 of the stream, and the least direction kept well above 1e-4.
+        ranks.add(int(torch.linalg.matrix_rank(centred.double(), rtol=1e-5)))
+    (rank,) = ranks
+    removed = 0
+    for index, block in enumerate(layers):
+        behind = 32 if index == len(layers) - 1 else rank
+        total = sum(parameter.numel() for parameter in block.parameters())
+        kept = rank * rank + rank * behind
+        if family == "llama":
+            kept += rank * (32 + 16 + 16) + 32 * rank + rank * 2 * 48 + 48 * behind
+        else:
+            kept += 3 * 32 * (rank + 1) + 33 * rank + 64 * (rank + 1) + 65 * behind
+        removed += total - kept
+    assert made.removed == removed
+
+
+def test_it_computes_what_a_sliced_model_does():
+    """With every weight cut and turned as the paper has it, a norm without gain, and a `Q` on each connection."""
+    dense = random_model(LlamaConfig(**SIZES, num_hidden_layers=3), seed=3).double()
+    ids = windows(4, 24)
+    made = BASELINES["slicegpt"].start(dense, ids, quiet)(0.25)
+    bases = []
+    for stream in streams(made.model, made.model.model.layers, "post_attention_layernorm", ids):
+        left, values, _ = torch.linalg.svd(stream.mT, full_matrices=False)
+        bases.append(left[:, values > 1e-9 * values[0]])  # the span is all that matters
+    assert len({basis.shape[1] for basis in bases}) == 1
+    assert bases[0].shape[1] < 32
+    bases.append(torch.eye(32, dtype=torch.float64))
+    with torch.no_grad():
+        got, expected = sliced_logits(dense, ids, bases), made.model(ids, use_cache=False).logits
+    # transformers' norm computes in float32 whatever the dtype: six of them round at 1e-7, of logits near 10.
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+    assert (expected - dense(ids).logits).abs().max() > 1
+
+
+def sliced_logits(dense: Any, ids: Tensor, bases: list[Tensor]) -> Tensor:
+    """Run the sliced model: the stream is `(..., rank)` all the way."""
+    model = copy.deepcopy(dense.model)
+    positions = torch.arange(ids.shape[1])[None]
+    tables = model.rotary_emb(dense.model.embed_tokens(ids), positions)
+    mask = torch.full((ids.shape[1],) * 2, -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    stream = model.embed_tokens(ids) @ bases[0]
+    for index, layer in enumerate(model.layers):
+        first, middle, last = bases[2 * index : 2 * index + 3]
+        attention, mlp = layer.self_attn, layer.mlp
+        for name in ("q_proj", "k_proj", "v_proj"):
+            turn(attention.get_submodule(name), layer.input_layernorm.weight, first)
+        attention.o_proj.weight = nn.Parameter(middle.mT @ attention.o_proj.weight)
+        for name in ("gate_proj", "up_proj"):
+            turn(mlp.get_submodule(name), layer.post_attention_layernorm.weight, middle)
+        mlp.down_proj.weight = nn.Parameter(last.mT @ mlp.down_proj.weight)
+        added, _ = attention(normed(stream, 32), position_embeddings=tables, attention_mask=mask)
+        stream = stream @ (first.mT @ middle) + added
+        stream = stream @ (middle.mT @ last) + mlp(normed(stream, 32))
+    return dense.lm_head(model.norm(stream))
+
+
+def turn(linear: nn.Linear, gain: Tensor, basis: Tensor) -> None:
+    linear.weight = nn.Parameter((linear.weight * gain) @ basis)
+
+
+def normed(states: Tensor, d_model: int) -> Tensor:
+    return states / (states.square().sum(-1, keepdim=True) / d_model + 1e-6).sqrt()
