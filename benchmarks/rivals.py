@@ -47,7 +47,6 @@ def main() -> None:
             "sparsity": row["sparsity"]["requested"],
             "achieved": row["sparsity"]["blocks"],
             "perplexity": row["perplexity"][0]["perplexity"],
-            "seconds": row["seconds"],
         }
         for row in result["rows"]
     ]

@@ -1,6 +1,7 @@
 """The comparison: every method on the same text, rows that are kept, and calls that are refused before the work."""
 
 import json
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def compared(tiny_llama_dir: Path, small_text_file: Path, tmp_path_factory: pyte
     """All methods at two sparsities, by the command."""
     out = tmp_path_factory.mktemp("compared") / "rows of all"
     call = ("--sparsity", "0.5,0.25", "--methods", ",".join((*METHODS, "best:influence")), *SMALL)
-    own = ("--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 4)
+    own = ("--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 4, "--plot", out.parent / "plot.svg")
     result = modegpt("compare", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *call, *own)
     assert result.exit_code == 0, result.output
     return result, out
@@ -55,6 +56,13 @@ def test_every_method_has_a_row_at_every_sparsity(compared: tuple[Any, Path]):
     ]
     for name in methods:
         assert compared[0].stdout.count(f"│ {name} ") == 2
+
+
+def test_the_plot_has_a_line_for_each_method(compared: tuple[Any, Path]):
+    root = ET.fromstring((compared[1].parent / "plot.svg").read_bytes())
+    written = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [name for name in written if name in (*METHODS, "best:influence")] == [*METHODS, "best:influence"]
+    assert "% of the decoder blocks' parameters removed" in written
 
 
 def test_our_row_is_what_compress_gives(compared: tuple[Any, Path], tiny_llama_dir: Path, small_text_file: Path):
@@ -106,6 +114,9 @@ def test_a_setting_of_our_solvers_keeps_the_rows_of_others(tiny_llama_dir: Path,
         (["--sparsity", "0.2,0.20"], "sparsity 0.2 is there twice"),
         (["--sparsity", "0"], "give shares above 0 and below 1"),
         (["--sparsity", "half"], "no list of numbers"),
+        (["--plot", "plot.png"], "give a file name that ends in .svg"),
+        (["--plot", "{folder}"], "is a folder"),
+        (["--plot", "plot.svg", "--tasks", "arc_easy"], "add --data"),
         (["--out", "{file}"], "is a file; give a folder name"),
         (["--out", "{folder}"], "holds something that is no comparison"),
     ],

@@ -40,7 +40,10 @@ class OneLineErrors(TyperGroup):
                     _fail_for(problem)
                 code = INTERRUPTED
         if code == INTERRUPTED:
-            fail("interrupted; no result was written, and compress --resume goes on where it stopped", INTERRUPTED)
+            fail(
+                "interrupted; compress --resume goes on where it stopped, sweep and compare with the same call",
+                INTERRUPTED,
+            )
         sys.exit(code if isinstance(code, int) else 0)
 
 

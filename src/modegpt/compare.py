@@ -5,34 +5,55 @@ done) and at the end `compare.json`.
 """
 
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .architectures import architecture_of
+from .architectures import Architecture, architecture_of
 from .baselines import BASELINES, Reduced
-from .checkpoint import read_json, write_json
+from .checkpoint import write_json
 from .compress import compress, lent, prepare
 from .config import ALLOCATIONS, PRESETS, CompressionConfig
-from .errors import InputError
+from .errors import InputError, NumericalError
 from .measures import Measures, Quality
 from .measuring import seen_text
 from .models import open_model, outer_config, resolve_device
-from .packed import plain
-from .partial import check_fingerprint
+from .packed import UNPACKED, packing, plain
 from .preparation import open_source, open_text, run_fingerprint
 from .report import protocol
-from .run import Progress
+from .rows import Rows, check_folder, shown
+from .run import Progress, Run
 from .text_part import about_text_part, text_part
 
 METHODS = ("best", "paper", *BASELINES)
 """What is compared where nothing else is asked for."""
 DENSE = "dense"
+
+
+class Wanted(NamedTuple):
+    """A row that is asked for."""
+
+    method: str
+    sparsity: float
+
+    @property
+    def solver(self) -> str:
+        """The method without its rule."""
+        return self.method.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """What it is called while it is made."""
+        return self.method if self.method == DENSE else f"{self.method}-{self.sparsity:g}"
+
+    @property
+    def file(self) -> str:
+        """The same as a file name, without its ending."""
+        return self.name.replace(":", "-")
 
 
 def compare(
@@ -73,20 +94,20 @@ def compare(
             model, data or setting.
     """
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures(rounds=0)
-    _check(methods, sparsities, config, out)
-    work = _Comparison(str(model), calibration, out, methods, config, measures, progress)
-    if overwrite:
-        shutil.rmtree(out / "rows", ignore_errors=True)
-    (out / "rows").mkdir(parents=True, exist_ok=True)
-    rows = [work.row(DENSE, 0.0)]
-    rows += [work.row(method, sparsity) for sparsity in sorted(sparsities) for method in methods]
-    shown = {key: value for key, value in asdict(measures).items() if key != "rounds"}
+    _check(methods, sparsities, config)
+    check_folder(out, "rows", "comparison")
+    wanted = [Wanted(DENSE, 0.0), *(Wanted(method, share) for share in sorted(sparsities) for method in methods)]
+    work = _Comparison(str(model), calibration, methods, config, measures, Rows(out / "rows", overwrite), progress)
+    found = {row: work.finished(row) for row in wanted}
+    work.begin([row for row in wanted if found[row] is None])
+    rows = [found[row] or work.measure(row) for row in wanted]
+    told = {key: value for key, value in asdict(measures).items() if key != "rounds"}
     table = {
         "model": str(model),
         "calibration": work.text.about,
         "config": {key: value for key, value in config.as_dict().items() if key not in ("sparsity", "solver")},
-        "measures": {**shown, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
-        "rows": [{key: value for key, value in row.items() if key != "fingerprint"} for row in rows],
+        "measures": {**told, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
+        "rows": [shown(row) for row in rows],
         "warnings": [*seen_text(str(calibration), measures.data), *work.notes],
         **protocol(),
     }
@@ -94,7 +115,7 @@ def compare(
     return table
 
 
-def _check(methods: Sequence[str], sparsities: Sequence[float], config: CompressionConfig, out: Path) -> None:
+def _check(methods: Sequence[str], sparsities: Sequence[float], config: CompressionConfig) -> None:
     """Refuse what can be seen to be wrong without opening anything."""
     if not methods:
         raise InputError(f"methods is empty: give some of {', '.join(METHODS)}")
@@ -115,10 +136,6 @@ def _check(methods: Sequence[str], sparsities: Sequence[float], config: Compress
             raise InputError(f"{what} {twice} is there twice; give each once")
     if not sparsities or not all(0 < share < 1 for share in sparsities):
         raise InputError(f"sparsity '{', '.join(f'{s:g}' for s in sparsities)}': give shares above 0 and below 1")
-    if out.is_file():
-        raise InputError(f"output '{out}' is a file; give a folder name")
-    if out.is_dir() and any(out.iterdir()) and not (out / "rows").is_dir():
-        raise InputError(f"output folder '{out}' holds something that is no comparison; choose another")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("a comparison runs in one process; start it without torchrun")
 
@@ -130,89 +147,129 @@ class _Comparison:
         self,
         model: str,
         calibration: str | Path,
-        out: Path,
         methods: Sequence[str],
         config: CompressionConfig,
         measures: Measures,
+        rows: Rows,
         progress: Progress | None,
     ) -> None:
         """Check everything, then open the texts, then the model."""
-        self.out, self.config, self.progress = out, config, progress
+        self.config, self.rows, self.progress = config, rows, progress
         outer = outer_config(model)
-        dense_config, self.notes = plain(text_part(outer)), about_text_part(outer)
+        said, self.notes = text_part(outer), about_text_part(outer)
+        dense_config = plain(said)
+        if packing(said) is not None:
+            self.notes.append(UNPACKED)
         self.text = open_text(calibration, config, model, None)
-        for method in methods:
-            if method in BASELINES:
-                BASELINES[method].require(architecture_of(dense_config), method)
+        _require(methods, architecture_of(dense_config))
         self.quality = Quality(measures, dense_config, self.text.tokenizer)
         self.device = resolve_device(config.device)
         self.dense = open_model(model, "auto", self.device)
         self.source = open_source(self.dense, self.device)
-        self.started: dict[str, Callable[[float], Reduced]] = {}
-        self.scores: dict[tuple[str, str], Tensor | None] = {}
+        self.made_by: dict[str, tuple[Callable[[float], Reduced], float]] = {}
+        """What makes the models of another method, and the seconds that finding out took."""
+        self.scored: dict[tuple[str, str], tuple[Run, Tensor | None, float]] = {}
+        """Our scores by solver and rule, and the seconds that they took."""
 
-    def row(self, method: str, sparsity: float) -> dict[str, Any]:
-        """Return a row that an equal call has finished, or make and measure its model."""
-        name = method if method == DENSE else f"{method}-{sparsity:g}"
-        file, fingerprint = self.out / "rows" / f"{name.replace(':', '-')}.json", self._fingerprint(method, sparsity)
-        if file.is_file():
-            kept = read_json(file)
-            check_fingerprint(kept["fingerprint"], fingerprint, file)
-            return kept
+    def finished(self, row: Wanted) -> dict[str, Any] | None:
+        """Return a row that an equal call has measured."""
+        return self.rows.finished(row.file, self._fingerprint(row))
+
+    def begin(self, missing: Sequence[Wanted]) -> None:
+        """Refuse a sparsity that our settings cannot reach; only then make room for what is to be measured."""
+        for row in missing:
+            if row.solver in PRESETS:
+                self._settings(row)
+        self.rows.begin()
+
+    def measure(self, row: Wanted) -> dict[str, Any]:
+        """Make the model of a row, and measure it.
+
+        Raises:
+            NumericalError: it has none, or its loss is NaN or infinite; names the row.
+        """
+        try:
+            with lent(self.dense):
+                made = self._make(row)
+            measured = self.quality.measure(made.pop("model"), self._say(row.name))
+        except NumericalError as problem:
+            raise NumericalError(f"{row.name}: {problem}; leave {row.method} out of --methods") from problem
+        return self.rows.keep(row.file, {"method": row.method, **made, **measured}, self._fingerprint(row))
+
+    def _make(self, row: Wanted) -> dict[str, Any]:
+        """Return the row's model and what there is to say of it; the dense one stays as it is."""
+        report: Any = {"warnings": []}
         start = time.perf_counter()
-        made = Reduced(self.dense, 0, 0.0) if method == DENSE else self._make(method, sparsity, name)
-        seconds = round(time.perf_counter() - start, 3)
-        measured = self.quality.measure(made.model, self._say(name))
-        row = {
-            "method": method,
-            "sparsity": {"requested": sparsity, "blocks": made.share},
-            "removed": made.removed,
-            **measured,
-            "seconds": seconds,
+        if row.solver == DENSE:
+            model, removed, share, scoring = self.dense, 0, 0.0, None
+        elif row.solver in PRESETS:
+            config, scoring = self._settings(row)
+            model = compress(self.dense, self.text.windows, config, progress=self._say(row.name)).to(self.device)  # pyright: ignore
+            report = model.modegpt_report
+            removed = report["parameters"]["dense"] - report["parameters"]["compressed"]
+            share = report["sparsity"]["blocks"]
+        else:
+            if row.method not in self.made_by:
+                at = BASELINES[row.method].start(self.dense, self.text.windows, self._say(row.method))
+                self.made_by[row.method] = at, round(time.perf_counter() - start, 3)
+                start = time.perf_counter()
+            at, scoring = self.made_by[row.method]
+            model, removed, share = at(row.sparsity)
+        return {
+            "model": model,
+            "sparsity": {"requested": row.sparsity, "blocks": share},
+            "removed": removed,
+            "seconds": round(time.perf_counter() - start, 3),
+            "scoring_seconds": scoring,
+            "warnings": report["warnings"],
         }
-        write_json({**row, "fingerprint": fingerprint}, file)
-        return row
 
-    def _make(self, method: str, sparsity: float, name: str) -> Reduced:
-        """Return the model of a method at a sparsity; the dense one stays as it is."""
-        with lent(self.dense):
-            if method in BASELINES:
-                if method not in self.started:
-                    start = BASELINES[method].start
-                    self.started[method] = start(self.dense, self.text.windows, self._say(method))
-                return self.started[method](sparsity)
-            config = self._settings(method, sparsity)
-            if config.allocation != "uniform":
-                config = replace(config, allocation="plan", plan=self._ranks(config, name))
-            made = compress(self.dense, self.text.windows, config, progress=self._say(name))
-        report: Any = made.modegpt_report
-        counts = report["parameters"]
-        removed = counts["dense"] - counts["compressed"]
-        return Reduced(made.to(self.device), removed, report["sparsity"]["blocks"])  # pyright: ignore[reportArgumentType]
+    def _asked(self, row: Wanted) -> CompressionConfig:
+        rule = row.method.partition(":")[2] or self.config.allocation
+        return replace(self.config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
 
-    def _settings(self, method: str, sparsity: float) -> CompressionConfig:
-        solver, _, rule = method.partition(":")
-        return replace(self.config, solver=solver, sparsity=sparsity, allocation=rule or self.config.allocation)
+    def _settings(self, row: Wanted) -> tuple[CompressionConfig, float | None]:
+        """Return the settings of one of our rows, its ranks in place of a rule with scores, and the seconds of these.
 
-    def _ranks(self, config: CompressionConfig, name: str) -> tuple[dict[str, int], ...]:
-        """Return the ranks that a rule gives; what it scores is scored once for each solver."""
+        What a rule scores is scored once for all sparsities.
+        """
+        config = self._asked(row)
         key = (config.solver, config.allocation)
-        run = prepare(self.dense, self.text.windows, config, None, self._say(name))
-        if key not in self.scores:
-            self.scores[key] = run.scores()
-        return tuple(run.allocate(self.scores[key]).ranks)
+        if key not in self.scored:
+            start = time.perf_counter()
+            run = prepare(self.dense, self.text.windows, config, None, self._say(row.method))
+            with lent(self.dense):
+                scores = run.scores()
+            self.scored[key] = run, scores, round(time.perf_counter() - start, 3)
+        run, scores, seconds = self.scored[key]
+        allocation = replace(run, config=config).allocate(scores)
+        if scores is None:
+            return config, None
+        return replace(config, allocation="plan", plan=tuple(allocation.ranks)), seconds
 
-    def _fingerprint(self, method: str, sparsity: float) -> dict[str, Any]:
-        """Return everything that decides a row, by field; the settings of the solvers decide no other method's."""
-        ours = method.partition(":")[0] in PRESETS
-        config = self._settings(method, sparsity) if ours else self.config
+    def _fingerprint(self, row: Wanted) -> dict[str, Any]:
+        """Return everything that decides a row, by field; the settings of our solvers decide no other method's."""
+        ours = row.solver in PRESETS
+        config = self._asked(row) if ours else self.config
         identity = run_fingerprint(self.source, self.text, config, self.dense.dtype, self.device)
         if not ours:
             identity = {name: value for name, value in identity.items() if not name.startswith("setting ")}
-        if method == DENSE:
+        if row.method == DENSE:
             identity.pop("calibration tokens")
-        return {"method": method, "sparsity": sparsity, **identity, **self.quality.identity()}
+        return {"method": row.method, "sparsity": row.sparsity, **identity, **self.quality.identity()}
 
     def _say(self, name: str) -> Progress:
         told = self.progress or (lambda _stage, _done, _total: None)
         return lambda stage, done, total: told(f"{name} {stage}", done, total)
+
+
+def _require(methods: Sequence[str], architecture: Architecture) -> None:
+    """Raise `InputError` if some methods cannot be tried on a family: one line for all of them."""
+    reasons = {method: BASELINES[method].refuses(architecture) for method in methods if method in BASELINES}
+    refused = {method: reason for method, reason in reasons.items() if reason is not None}
+    if refused:
+        others = ",".join(method for method in methods if method not in refused)
+        raise InputError(
+            f"{', '.join(refused)} cannot be compared on '{architecture.model_type}': "
+            f"{', and '.join(dict.fromkeys(refused.values()))}; give --methods {others or 'best,paper,shortgpt,sleb'}"
+        )

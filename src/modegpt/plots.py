@@ -84,7 +84,12 @@ def lines(
 
         for index, (name, (xs, ys)) in enumerate(series.items()):
             points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
-            style = {"color": _turn(COLOURS, index), "marker": _turn(MARKERS, index), "linestyle": _turn(DASHES, index)}
+            shape = index + index // len(COLOURS)  # what has the colour of another series has another marker
+            style = {
+                "color": _turn(COLOURS, index),
+                "marker": _turn(MARKERS, shape),
+                "linestyle": _turn(DASHES, index),
+            }
             axes.plot(*zip(*points, strict=True), label=name, markersize=4.5, linewidth=1.4, **style)
             for label, (x, y) in zip(labels if index == 0 else (), points, strict=False):
                 axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=9)
@@ -182,13 +187,14 @@ def _svg(draw: Callable[[Any], None], height: float, legend: bool) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, height + 0.25 * legend), layout="constrained")
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
         axes = figure.subplots()
         draw(axes)
         if legend:
             _, names = axes.get_legend_handles_labels()
-            fitting = CHARACTERS // max(len(name) + 6 for name in names)
-            figure.legend(loc="outside upper left", ncols=max(1, min(len(names), fitting)), columnspacing=1.2)
+            beside = max(1, min(len(names), CHARACTERS // max(len(name) + 6 for name in names)))
+            figure.legend(loc="outside upper left", ncols=beside, columnspacing=1.2)
+            figure.set_figheight(height + 0.25 * -(-len(names) // beside))
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=False, metadata={"Date": None, "Creator": None})
     svg = buffer.getvalue()

@@ -28,10 +28,11 @@ from .inspection import describe
 from .measures import Measures, Quality
 from .measuring import seen_text
 from .models import open_model, outer_config, resolve_device
-from .packed import packing, plain
-from .partial import PartialCheckpoint, check_fingerprint, finished_report
+from .packed import UNPACKED, packing, plain
+from .partial import PartialCheckpoint, finished_report
 from .preparation import Text, open_text, run_fingerprint
 from .report import Stopwatch, machine, protocol
+from .rows import Rows, check_folder, shown
 from .run import Progress, Run
 from .sweep_plots import draw
 from .text_part import about_text_part, text_part
@@ -81,7 +82,7 @@ def sweep(
     plots.require_matplotlib("a sweep")
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures()
     configs = _configs(config, sparsities)
-    _check_folder(out)
+    check_folder(out, "points", "sweep")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("a sweep runs in one process; start it without torchrun")
     work = _Sweep(str(model), calibration, out, config, measures, keep_models, overwrite, progress)
@@ -94,7 +95,7 @@ def sweep(
         "calibration": work.text.about,
         "config": {key: value for key, value in config.as_dict().items() if key != "sparsity"},
         "measures": work.about,
-        "points": [{key: value for key, value in point.items() if key != "fingerprint"} for point in points],
+        "points": [shown(point) for point in points],
         "warnings": [*seen_text(str(calibration), measures.data), *work.notes],
         **protocol(),
     }
@@ -115,14 +116,6 @@ def _configs(config: CompressionConfig, sparsities: Sequence[float]) -> dict[str
     if min(sparsities) == 0:
         raise InputError("sparsity 0 is the dense model, which is measured anyway; leave it out")
     return configs
-
-
-def _check_folder(out: Path) -> None:
-    """Refuse a folder that holds something else."""
-    if out.is_file():
-        raise InputError(f"output '{out}' is a file; give a folder name")
-    if out.is_dir() and any(out.iterdir()) and not (out / "points").is_dir():
-        raise InputError(f"output folder '{out}' holds something that is no sweep; choose another")
 
 
 class _Sweep:
@@ -146,7 +139,7 @@ class _Sweep:
         said, self.notes = text_part(outer), about_text_part(outer)
         dense_config = plain(said)
         if packing(said) is not None:
-            self.notes.append("its weights are in 8 bits, by the config, and were unpacked as they were read")
+            self.notes.append(UNPACKED)
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:
             check_settings(self.speed, [dense_config])
@@ -156,22 +149,18 @@ class _Sweep:
         self.dense = open_model(model, "auto", self.device)
         self.run: Run = prepare(self.dense, self.text.windows, replace(config, dtype=self.dtype), None, None)
         self.run.text, self.run.source.name = self.text, model
-        self.overwrite = overwrite
+        self.overwrite, self.rows = overwrite, Rows(out / "points", overwrite)
 
     @property
     def about(self) -> dict[str, Any]:
         """What is measured of a point, as JSON values."""
         speed = self.speed and {"batch_size": 1, "prompt_tokens": SPEED.lengths[0], "new_tokens": SPEED.new_tokens}
-        shown = {**asdict(self.measures), "seq_len": self.quality.window, "speed": speed}
-        return {**shown, "dtype": str(self.dense.dtype).removeprefix("torch.")}
+        told = {**asdict(self.measures), "seq_len": self.quality.window, "speed": speed}
+        return {**told, "dtype": str(self.dense.dtype).removeprefix("torch.")}
 
     def finished(self, name: str, config: CompressionConfig | None) -> dict[str, Any] | None:
         """Return a point that an equal call has measured; refuse one of another call."""
-        file = self._file(name)
-        if self.overwrite or not file.is_file():
-            return None
-        point = read_json(file)
-        check_fingerprint(point["fingerprint"], self._fingerprint(config), file)
+        point = self.rows.finished(name, self._fingerprint(config))
         # A checkpoint that is wanted now and was not kept then takes the whole point again.
         missing = config is not None and self.keep_models and not (self.out / "models" / name).is_dir()
         return None if missing else point
@@ -182,10 +171,9 @@ class _Sweep:
         for config in configs:
             self._run(config, "").allocate(scores)
         if self.overwrite:
-            for part in ("points", "models"):
-                shutil.rmtree(self.out / part, ignore_errors=True)
+            shutil.rmtree(self.out / "models", ignore_errors=True)
             self._scores_file.unlink(missing_ok=True)
-        (self.out / "points").mkdir(parents=True, exist_ok=True)
+        self.rows.begin()
         if scores is not None:
             write_json({"fingerprint": self._scores_identity(), "scores": scores.tolist()}, self._scores_file)
 
@@ -199,7 +187,7 @@ class _Sweep:
             **self.quality.measure(self.dense, self._say(DENSE)),
             "speed": None,
         }
-        return self._keep(DENSE, None, measured)
+        return self.rows.keep(DENSE, measured, self._fingerprint(None))
 
     def measure_point(self, name: str, config: CompressionConfig) -> dict[str, Any]:
         """Compress as `modegpt compress` would, open what it wrote, and measure it."""
@@ -222,7 +210,7 @@ class _Sweep:
         del compressed
         if not self.keep_models:
             _remove(folder)
-        return self._keep(name, config, measured)
+        return self.rows.keep(name, measured, self._fingerprint(config))
 
     def _compress(self, name: str, config: CompressionConfig, folder: Path) -> dict[str, Any]:
         run = self._run(config, name)
@@ -277,14 +265,6 @@ class _Sweep:
             identity = {name: value for name, value in identity.items() if name in shared}
         timed = {} if config is None else {"timing": self.measures.rounds, "machine": machine() if self.speed else None}
         return {**identity, **self.quality.identity(), **timed}
-
-    def _keep(self, name: str, config: CompressionConfig | None, measured: dict[str, Any]) -> dict[str, Any]:
-        point = {**measured, "fingerprint": self._fingerprint(config)}
-        write_json(point, self._file(name))
-        return point
-
-    def _file(self, name: str) -> Path:
-        return self.out / "points" / f"{name}.json"
 
     def _say(self, name: str) -> Progress | None:
         told = self.progress

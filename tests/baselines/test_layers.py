@@ -61,7 +61,7 @@ def test_sleb_takes_the_layer_of_the_least_loss_each_time():
     at = BASELINES["sleb"].start(dense, ids, quiet)
     expected: list[int] = []
     for share in (0.2, 0.4):
-        left = [index for index in range(5) if index not in expected]
+        left = [index for index in range(5) if index not in expected][1:-1]
         losses = {index: loss(without(dense, [*expected, index]).model, ids) for index in left}
         expected.append(min(losses, key=lambda index: losses[index]))
         layers = at(share).model.model.layers

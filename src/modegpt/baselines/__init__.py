@@ -12,7 +12,8 @@ from typing import NamedTuple
 from ..architectures import Architecture
 from . import flap, shortgpt, sleb, slicegpt, svd_llm, wanda_sp
 from .reduced import Reduced, Start
-from .walk import require_plain_blocks
+from .units import shared_heads
+from .walk import not_plain
 
 
 class Baseline(NamedTuple):
@@ -21,21 +22,21 @@ class Baseline(NamedTuple):
     start: Start
     removes: str
     """What it removes, in a few words."""
-    require: Callable[[Architecture, str], None] = require_plain_blocks
-    """Raises `InputError` for a family that the method, by the name that is given, cannot be tried on."""
+    refuses: Callable[[Architecture], str | None] = not_plain
+    """Returns why it cannot be tried on a family; None where it can."""
 
 
-def _every_family(_architecture: Architecture, _method: str) -> None:
-    pass
+def _takes_every_family(_architecture: Architecture) -> str | None:
+    return None
 
 
 BASELINES: dict[str, Baseline] = {
-    "shortgpt": Baseline(shortgpt.start, "layers, by Block Influence", _every_family),
-    "sleb": Baseline(sleb.start, "layers, one after another by the loss without each", _every_family),
-    "flap": Baseline(flap.start, "heads and neurons that vary little; biases take over their means"),
-    "wanda-sp": Baseline(wanda_sp.start, "heads and neurons, by weight times input"),
+    "shortgpt": Baseline(shortgpt.start, "layers, by Block Influence", _takes_every_family),
+    "sleb": Baseline(sleb.start, "layers, one after another by the loss without each", _takes_every_family),
+    "flap": Baseline(flap.start, "heads and neurons that vary little; biases take over their means", shared_heads),
+    "wanda-sp": Baseline(wanda_sp.start, "heads and neurons, by weight times input", shared_heads),
     "svd-llm": Baseline(svd_llm.start, "ranks of every matrix, by SVD in whitened inputs"),
-    "slicegpt": Baseline(slicegpt.start, "directions of the residual stream, by PCA", slicegpt.require_plain_sums),
+    "slicegpt": Baseline(slicegpt.start, "directions of the residual stream, by PCA", slicegpt.not_plain_sums),
 }
 """By the name that `modegpt compare` knows it by."""
 

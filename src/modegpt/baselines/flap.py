@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..architectures.access import affine
 from ..run import Progress
-from .reduced import Reduced, reaches
+from .reduced import Reduced, reaches, unreachable
 from .units import by_group, costs, readers, remove
 from .walk import Walk, blocks_of, layer_parameters, reading
 
@@ -50,6 +50,8 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     @torch.no_grad()
     def at(sparsity: float) -> Reduced:
         kept, removed = _choose(scores, prices, entries, (sparsity, total))
+        if not reaches(removed, sparsity, total):
+            raise unreachable("flap", removed / total, sparsity)
         model = copy.deepcopy(dense)
         for index, module in enumerate(m for block in blocks_of(model) for m in readers(walk, block)):
             features = kept[index].repeat_interleave(len(means[index]) // len(kept[index]))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..errors import InputError
 from ..run import Progress
 
 
@@ -25,7 +26,16 @@ def reaches(removed: int, sparsity: float, total: int) -> bool:
     return removed >= sparsity * total - 0.5
 
 
+def unreachable(method: str, most: float, sparsity: float) -> InputError:
+    """Return what to raise where a method cannot remove as much."""
+    return InputError(
+        f"{method} can remove {most:.1%} of the blocks of this model, and {100 * sparsity:g}% was asked for; give a "
+        "smaller --sparsity, or leave it out of --methods"
+    )
+
+
 Start = Callable[[PreTrainedModel, Tensor, Progress], Callable[[float], Reduced]]
-"""A method: looks at a dense model on `(samples, seq_len)` calibration windows, does all that does not depend on the
-sparsity, and returns what makes the model of a sparsity: the one that removes least of all that remove as much. The
-dense model stays as it is."""
+"""A method: looks at a dense model on `(samples, seq_len)` calibration windows, and returns what makes the model of a
+sparsity: the one that removes least of all that remove as much. Scores that do not depend on the sparsity are taken
+once. The dense model stays as it is. What is returned raises `InputError` for a sparsity that the method cannot reach,
+and `NumericalError` for NaN or infinity in the hidden states."""

@@ -1,7 +1,8 @@
 """SLEB (Song et al. 2024, arXiv:2402.09025): layers are left out one after another, each time that whose loss is least.
 
 The loss is that of the next token on the calibration text, of the model without all layers that are out already and
-without this one, too (their metric 3).
+without this one, too (their metric 3). The first and the last of the layers that are left stay while there are others,
+as in their code.
 """
 
 from collections.abc import Callable
@@ -43,10 +44,12 @@ def _least(dense: PreTrainedModel, windows: Tensor, out: list[int], progress: Ca
     walk = Walk(dense, windows)
     left = [index for index in range(len(walk.layers)) if index not in out]
     losses: dict[int, float] = {}
+    candidates = left[1:-1] or left
     for place, candidate in enumerate(left):
         progress(place, len(left))
         # The layers before it are run once for all candidates behind them.
-        losses[candidate] = _loss(walk, left[place + 1 :])
+        if candidate in candidates:
+            losses[candidate] = _loss(walk, left[place + 1 :])
         walk.advance(candidate)
     return min(losses, key=lambda index: losses[index])
 

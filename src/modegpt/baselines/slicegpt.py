@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from ..architectures import Architecture
 from ..architectures.access import affine
 from ..decompose.psd import symmetrize
-from ..errors import InputError
 from ..run import Progress
-from .reduced import Reduced, reaches
-from .walk import Walk, layer_parameters, require_plain_blocks
+from .reduced import Reduced, reaches, unreachable
+from .walk import Walk, layer_parameters, not_plain
 
 
 def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
@@ -38,15 +37,17 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
         rank = d_model
         while not reaches(removed := total - _sliced_parameters(walk, rank), sparsity, total) and rank > 1:
             rank -= 1
+        if not reaches(removed, sparsity, total):
+            raise unreachable("slicegpt", removed / total, sparsity)
         centred = _is_centred(walk.architecture.middle_module(walk.layers[0]))
-        basis = _directions(walk.calibration.hidden, rank, centred)
+        basis = _directions(walk.calibration.hidden, rank, centred, walk.device)
         walk.layers[0].register_forward_pre_hook(_projecting_input(basis), with_kwargs=True)
         for index, block in enumerate(walk.layers):
             progress("compress", index, n_layers)
-            basis = _directions(_middle(walk, index), rank, centred)
+            basis = _directions(_middle(walk, index), rank, centred, walk.device)
             _project_attention(block, walk.architecture, basis)
             if index < n_layers - 1:
-                basis = _directions(walk.run(index), rank, centred)
+                basis = _directions(walk.run(index), rank, centred, walk.device)
                 block.register_forward_hook(_projecting_output(basis))
             walk.advance(index)
         return Reduced(model, removed, removed / total)
@@ -54,15 +55,12 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     return at
 
 
-def require_plain_sums(architecture: Architecture, method: str) -> None:
-    """Raise `InputError` unless a block adds attention and MLP, one after the other and as they are, to the stream."""
-    require_plain_blocks(architecture, method)
+def not_plain_sums(architecture: Architecture) -> str | None:
+    """Return why a family's blocks do not add attention and MLP, one after the other and as they are, to the stream."""
     sums = architecture.adds_mlp and not architecture.mlp_norm and architecture.mlp_factor == 1
     if architecture.parallel or not sums:
-        raise InputError(
-            f"{method} cannot be compared on '{architecture.model_type}', whose blocks do not add attention and then "
-            "MLP, as they are, to the residual stream; leave it out of --methods"
-        )
+        return "its blocks do not add attention and then MLP, as they are, to the residual stream"
+    return not_plain(architecture)
 
 
 def _sliced_parameters(walk: Walk, rank: int) -> int:
@@ -86,11 +84,12 @@ def _is_centred(norm: nn.Module) -> bool:
     return "LayerNorm" in type(norm).__name__ or isinstance(norm, nn.LayerNorm)
 
 
-def _directions(states: Iterable[Tensor], rank: int, centred: bool) -> Tensor:
+def _directions(states: Iterable[Tensor], rank: int, centred: bool, device: torch.device) -> Tensor:
     """Return the `(d_model, rank)` leading eigenvectors of the states' second moment, in their dtype."""
     moment, dtype = None, torch.float32
     for batch in states:
-        rows, dtype = batch.flatten(0, -2).double(), batch.dtype
+        # Float64: a few tokens are so large that float32 would lose all but their direction.
+        rows, dtype = batch.to(device).flatten(0, -2).double(), batch.dtype
         if centred:
             rows = rows - rows.mean(-1, keepdim=True)
         moment = rows.mT @ rows if moment is None else moment + rows.mT @ rows
@@ -112,7 +111,6 @@ def _middle(walk: Walk, index: int) -> Iterable[Tensor]:
 
 
 def _projected(states: Tensor, basis: Tensor) -> Tensor:
-    basis = basis.to(states.device, states.dtype)
     return (states @ basis) @ basis.mT
 
 

@@ -5,15 +5,18 @@ The variant without fine-tuning, their SVD-LLM (W).
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..architectures.access import affine
+from ..architectures.access import Affine, Layout, affine
 from ..decompose.psd import symmetrize
+from ..modeling_modegpt import ROLES
 from ..run import Progress
-from .reduced import Reduced
+from .reduced import Reduced, unreachable
 from .walk import Walk, blocks_of, layer_parameters, reading, second_moment
 
 
@@ -21,7 +24,7 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     """Return what truncates every matrix of the blocks to the same share of its parameters.
 
     Of an `(m, n)` matrix `⌊r·m·n / (m + n)⌋` ranks stay, `r` the share of all matrices that stays. Inputs are those of
-    the dense model.
+    the dense model. What a family fuses is taken apart.
     """
 
     @torch.no_grad()
@@ -43,11 +46,22 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
 
             with reading(modules, see):
                 walk.advance(index)
-            for number, module in enumerate(walk.architecture.linears(targets[index])):
-                weight = affine(module).weight
-                rank = int(stays * weight.numel() / sum(weight.shape))
-                weight.copy_(truncated(weight, moments[number], rank))
-                removed += weight.numel() - rank * sum(weight.shape)
+            layout = Layout.dense(walk.architecture, walk.architecture.block_dims(block, walk.dims))
+            weights, of_module = layout.read(targets[index]), {modules[n]: moment for n, moment in moments.items()}
+
+            def cut(matrix: Affine, module: Any, of_module: dict[Any, Tensor] = of_module) -> Affine:
+                nonlocal removed
+                rank = int(stays * matrix.weight.numel() / sum(matrix.weight.shape))
+                if rank < 1:
+                    raise unreachable("svd-llm", held / total, sparsity)
+                removed += matrix.weight.numel() - rank * sum(matrix.weight.shape)
+                return Affine(truncated(matrix.weight, of_module[module], rank), matrix.bias)
+
+            assert weights.down is not None
+            heads = {role: cut(getattr(weights, role), walk.architecture.projection(block, role)) for role in ROLES}
+            ups = tuple(cut(up, module) for up, (module, _rows) in zip(weights.ups, layout.ups(block), strict=True))
+            down = cut(weights.down, walk.architecture.projection(block, "down"))
+            layout.write(targets[index], replace(weights, **heads, ups=ups, down=down))
         return Reduced(model, removed, removed / total)
 
     return at

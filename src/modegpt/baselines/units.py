@@ -1,7 +1,8 @@
 """Heads and neurons that can go as a whole: what FLAP and Wanda-sp share.
 
 With grouped queries a key head can only go with all its queries, so a group is what goes: the result would otherwise
-have groups of different sizes, which no attention kernel takes.
+have groups of different sizes, which no attention kernel takes. Where all queries share one key head, a query head is
+what goes, and the key head stays.
 """
 
 from typing import Any, NamedTuple
@@ -9,22 +10,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..architectures import Architecture, Dimensions
 from ..architectures.access import affine
 from ..preparation import layer_sizes
-from .walk import Walk
+from .walk import Walk, not_plain
 
 
 class Costs(NamedTuple):
-    """Parameters that go with one group of a block, and with one neuron."""
+    """Parameters that go with one group of a block (or with one query head), and with one neuron."""
 
     group: int
     neuron: int
 
 
+def shared_heads(architecture: Architecture) -> str | None:
+    """Return why the heads or neurons of a family's blocks cannot go one by one."""
+    if architecture.query_norm and architecture.norm_input == "flat":
+        return "its norms of queries and keys run over all heads, so that none can go alone"
+    return not_plain(architecture)
+
+
+def n_groups(dims: Dimensions) -> int:
+    """Return how many parts of a block's attention can go, each alone."""
+    return dims.n_kv_heads if dims.n_kv_heads > 1 else dims.n_heads
+
+
 def costs(walk: Walk, block: nn.Module) -> Costs:
     """Return what a block's groups and neurons hold, biases included."""
-    cost = layer_sizes(block, walk.architecture, walk.dims).cost
-    return Costs((cost["qk"] + cost["vo"]) * walk.dims.d_head // walk.dims.n_kv_heads, cost["mlp"])
+    dims, cost = walk.dims, layer_sizes(block, walk.architecture, walk.dims).cost
+    if dims.n_kv_heads > 1 or dims.n_heads == 1:
+        return Costs((cost["qk"] + cost["vo"]) * dims.d_head // n_groups(dims), cost["mlp"])
+    query = affine(walk.architecture.projection(block, "query"))
+    return Costs(dims.d_head * (2 * dims.d_model + (query.bias is not None)), cost["mlp"])
 
 
 def readers(walk: Walk, block: nn.Module) -> list[Any]:
@@ -34,7 +51,7 @@ def readers(walk: Walk, block: nn.Module) -> list[Any]:
 
 def by_group(features: Tensor, walk: Walk) -> Tensor:
     """Return the features of the output projection's input, `(n_heads·d_head,)`, as `(groups, features of one)`."""
-    return features.view(walk.dims.n_kv_heads, -1)
+    return features.view(n_groups(walk.dims), -1)
 
 
 @torch.no_grad()

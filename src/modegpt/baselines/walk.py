@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from ..architectures import Architecture, Dimensions, architecture_of
 from ..blocks import TOKENS_PER_BATCH, ModelBlocks, advance, run_block
-from ..errors import InputError
+from ..decompose.psd import all_finite
+from ..errors import NumericalError
 from ..hidden_states import HiddenStates
 from ..modeling_modegpt import decoder_layers
 
@@ -38,8 +39,19 @@ class Walk:
         return run_block(self.layers[index], index, self.calibration, self.device)
 
     def advance(self, index: int, on_batch: Callable[[Tensor, Tensor], None] | None = None) -> None:
-        """Replace the hidden states by what a block makes of them; `on_batch` sees both of each batch."""
-        advance(self.layers[index], index, self.calibration, self.device, on_batch)
+        """Replace the hidden states by what a block makes of them; `on_batch` sees both of each batch.
+
+        Raises:
+            NumericalError: one of them is NaN or infinite; names the layer.
+        """
+
+        def check(before: Tensor, after: Tensor) -> None:
+            if not all_finite(after):
+                raise NumericalError(f"layer {index}: NaN or infinity in the hidden states on the calibration text")
+            if on_batch is not None:
+                on_batch(before, after)
+
+        advance(self.layers[index], index, self.calibration, self.device, check)
 
 
 def blocks_of(model: PreTrainedModel) -> nn.ModuleList:
@@ -65,14 +77,11 @@ def reading(modules: Sequence[Any], see: Callable[[int, Tensor], None]) -> Itera
         yield
 
 
-def require_plain_blocks(architecture: Architecture, method: str) -> None:
-    """Raise `InputError` unless every block has an attention that can be cut and one MLP."""
-    if architecture.experts or architecture.whole_attention:
-        found = "experts" if architecture.experts else "attention that must stay whole"
-        raise InputError(
-            f"{method} cannot be compared on '{architecture.model_type}', whose blocks have {found}; leave it out of "
-            "--methods (shortgpt and sleb take every family)"
-        )
+def not_plain(architecture: Architecture) -> str | None:
+    """Return what the blocks of a family have in place of an attention that can be cut and one MLP."""
+    if architecture.experts:
+        return "its blocks have experts"
+    return "its blocks have attention that must stay whole" if architecture.whole_attention else None
 
 
 def second_moment(rows: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from ..architectures.access import affine
 from ..run import Progress
-from .reduced import Reduced
-from .units import Costs, by_group, costs, readers, remove
+from .reduced import Reduced, unreachable
+from .units import Costs, by_group, costs, n_groups, readers, remove
 from .walk import Walk, layer_parameters, reading
 
 
@@ -45,25 +45,38 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
             ]
             cost = costs(walk, block)
             goal = sparsity * sizes[index]
-            n_groups, n_neurons = _counts(goal, cost, walk.dims.n_kv_heads, len(scores[1]), sparsity)
+            units = n_groups(walk.dims), walk.dims.d_int
+            gone_groups, gone_neurons = _counts(goal, cost, units, sparsity)
             grouped = by_group(scores[0], walk)
             kept = torch.ones_like(grouped, dtype=torch.bool)
-            kept[grouped.sum(1).argsort(stable=True)[:n_groups]] = False
+            kept[grouped.sum(1).argsort(stable=True)[:gone_groups]] = False
             remove(output, kept.flatten())
             kept = torch.ones_like(scores[1], dtype=torch.bool)
-            kept[scores[1].argsort(stable=True)[:n_neurons]] = False
+            kept[scores[1].argsort(stable=True)[:gone_neurons]] = False
             remove(down, kept)
-            removed += n_groups * cost.group + n_neurons * cost.neuron
+            removed += gone_groups * cost.group + gone_neurons * cost.neuron
             walk.advance(index)
         return Reduced(model, removed, removed / sum(sizes))
 
     return at
 
 
-def _counts(goal: float, cost: Costs, n_groups: int, n_neurons: int, sparsity: float) -> tuple[int, int]:
-    """Return how many groups and how many neurons of a block go: no more groups than their share, if that will do."""
-    for groups in range(int(sparsity * n_groups + 1e-9), n_groups):
+def _counts(goal: float, cost: Costs, units: tuple[int, int], sparsity: float) -> tuple[int, int]:
+    """Return how many groups and how many neurons of a block go: no more groups than their share, if that will do.
+
+    Args:
+        goal: parameters of the block to remove, at least.
+        cost: of one of each.
+        units: how many groups and neurons the block has; one of each stays.
+        sparsity: the share of groups that goes, rounded down.
+
+    Raises:
+        InputError: the block has not as many.
+    """
+    all_groups, all_neurons = units
+    for groups in range(min(int(sparsity * all_groups + 1e-9), all_groups - 1), all_groups):
         neurons = max(0, math.ceil((goal - groups * cost.group) / cost.neuron - 1e-9))
-        if neurons < n_neurons:
+        if neurons < all_neurons:
             return groups, neurons
-    return n_groups - 1, n_neurons - 1
+    most = (all_groups - 1) * cost.group + (all_neurons - 1) * cost.neuron
+    raise unreachable("wanda-sp", sparsity * most / goal, sparsity)

@@ -7,12 +7,13 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, check_json, console, emit, names, numbers, quiet
+from ..cli_support import JSON, MODEL, check_file, check_json, console, emit, names, numbers, quiet
 from ..config import CompressionConfig
+from ..errors import InputError
 from .settings import configured
 
 
-@configured("sparsity", "plan", "solver", "mlp_solver", "qk_solver", "vo_solver", "dtype")
+@configured("sparsity", "plan", "solver", "mlp_solver", "qk_solver", "vo_solver", "dtype", "max_host_memory")
 def compare(
     model: str = MODEL,
     out: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for the rows and compare.json."),
@@ -32,11 +33,14 @@ def compare(
     eval_seq_len: int | None = typer.Option(None, help="Tokens of its windows; 2048, or the model's positions."),
     max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Make and measure all rows anew."),
+    plot: Path | None = typer.Option(None, "--plot", metavar="FILE.svg", help="Draw perplexity by what was removed."),
     json_file: str | None = JSON,
 ) -> None:
     """Compare methods on MODEL, all with the same text and sparsity; one that was stopped goes on where it was."""
     shares = numbers("sparsity", sparsity)
     check_json(json_file)
+    if plot is not None:
+        _check_plot(plot, bool(data) or not tasks)
     quiet()
     from ..compare import compare as run_comparison
     from ..measures import Measures
@@ -55,11 +59,27 @@ def compare(
             model, calibration, out, names(methods), shares, config, measures, overwrite=overwrite, progress=progress
         )
     emit(result, json_file)
+    if plot is not None:
+        from ..compare_plot import draw
+
+        draw(result, plot)
     screen = console(json_file)
     screen.print(_table(result))
     for warning in result["warnings"]:
         screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
     screen.print(f"written to {out}", markup=False, soft_wrap=True)
+
+
+def _check_plot(plot: Path, measured: bool) -> None:
+    """Refuse, before the work, a plot that could not be drawn after it."""
+    from ..plots import require_matplotlib
+
+    check_file("--plot", plot)
+    if plot.suffix.lower() != ".svg":
+        raise InputError(f"--plot '{plot}': give a file name that ends in .svg")
+    if not measured:
+        raise InputError("--plot draws perplexity, and only --tasks were given: add --data")
+    require_matplotlib("a plot")
 
 
 def _table(result: dict[str, Any]) -> Table:
@@ -82,7 +102,7 @@ def _table(result: dict[str, Any]) -> Table:
         if row["mean"]:
             best = max(other["mean"]["acc"] for other in alike)
             cells.append(_marked(f"{row['mean']['acc']:.2%}", f"{best:.2%}", len(alike)))
-        shown = f"{asked:.0%}" if asked else ""
+        shown = f"{100 * asked:g}%" if asked else ""
         table.add_row(shown, escape(row["method"]), f"{row['sparsity']['blocks']:.2%}", *cells)
     return table
 
