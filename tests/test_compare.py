@@ -1,6 +1,7 @@
 """The comparison: every method on the same text, rows that are kept, and calls that are refused before the work."""
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 from transformers import AutoModelForCausalLM, PhiConfig
 from typer.testing import CliRunner, Result
 
-from modegpt import CompressionConfig, InputError, compress
+from modegpt import CompressionConfig, InputError, compress, perplexity
+from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
 from modegpt.compare import METHODS, compare
 from modegpt.measures import Measures
@@ -65,14 +67,21 @@ def test_the_plot_has_a_line_for_each_method(compared: tuple[Any, Path]):
     assert "% of the decoder blocks' parameters removed" in written
 
 
-def test_our_row_is_what_compress_gives(compared: tuple[Any, Path], tiny_llama_dir: Path, small_text_file: Path):
+def test_our_row_is_what_compress_gives(
+    compared: tuple[Any, Path], tiny_llama_dir: Path, small_text_file: Path, tiny_tokenizer: Any
+):
     table = json.loads((compared[1] / "compare.json").read_text())
     for solver, rule in (("best", "uniform"), ("paper", "uniform"), ("best", "influence")):
         config = CompressionConfig(samples=8, seq_len=64, sparsity=0.25, solver=solver, allocation=rule)
-        report: Any = compress(str(tiny_llama_dir), str(small_text_file), config).modegpt_report
+        model: Any = compress(str(tiny_llama_dir), str(small_text_file), config)
+        tokens = tokenize(load_text(str(small_text_file), "evaluation"), tiny_tokenizer)
         method = solver if rule == "uniform" else f"{solver}:{rule}"
         row = next(r for r in table["rows"] if r["method"] == method and r["sparsity"]["requested"] == 0.25)
-        assert row["sparsity"]["blocks"] == report["sparsity"]["blocks"]
+        assert row["sparsity"]["blocks"] == model.modegpt_report["sparsity"]["blocks"]
+        # Both in float32; the row's model was made of the dense model in memory.
+        assert row["perplexity"][0]["perplexity"] == pytest.approx(
+            perplexity(model, tokens, 64, 4).perplexity, rel=1e-5
+        )
 
 
 def test_rows_that_are_done_are_kept(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
@@ -100,6 +109,31 @@ def test_a_setting_of_our_solvers_keeps_the_rows_of_others(tiny_llama_dir: Path,
     compare(*call, CONFIG, measures(small_text_file))
     with pytest.raises(InputError, match=r"paper-0\.3\.json.*setting ridge"):
         compare(*call, CompressionConfig(samples=8, seq_len=64, ridge=2.0), measures(small_text_file))
+
+
+def test_what_cannot_be_is_told_before_a_row_is_made(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    """A row of another call, and a sparsity that our settings cannot reach, though other rows would come first."""
+    call = (tiny_llama_dir, small_text_file, tmp_path / "out")
+    compare(*call, ["paper"], [0.3], CONFIG, measures(small_text_file))
+    other = CompressionConfig(samples=8, seq_len=64, ridge=2.0)
+    with pytest.raises(InputError, match="setting ridge"):
+        compare(*call, ["flap", "paper"], [0.3], other, measures(small_text_file))
+    limited = CompressionConfig(samples=8, seq_len=64, max_sparsity=0.5)
+    with pytest.raises(InputError, match=r"0\.9 cannot be reached"):
+        compare(*call, ["flap", "best:influence"], [0.3, 0.9], limited, measures(small_text_file))
+    assert {file.name for file in (tmp_path / "out" / "rows").iterdir()} == {"dense.json", "paper-0.3.json"}
+
+
+@pytest.mark.parametrize("method", ["flap", "wanda-sp", "svd-llm", "slicegpt"])
+def test_a_method_says_how_much_it_can_remove(method: str, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    call = (tiny_llama_dir, small_text_file, tmp_path / "out", [method])
+    with pytest.raises(InputError, match=r"% was asked for; give a smaller --sparsity") as raised:
+        compare(*call, [0.999], CONFIG, measures(small_text_file))
+    told = re.match(rf"{method} can remove (\d+\.\d)% of the blocks of this model, and 99\.9% was", str(raised.value))
+    assert told is not None
+    most = float(told[1]) / 100
+    (row,) = compare(*call, [most - 0.005], CONFIG, measures(small_text_file))["rows"][1:]
+    assert most - 0.005 <= row["sparsity"]["blocks"] <= most + 0.0005
 
 
 @pytest.mark.parametrize(
@@ -150,7 +184,8 @@ def test_a_method_that_does_not_know_the_family_is_told_first(
     own = ("--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 2)
     result = modegpt(*call, "--methods", "best,slicegpt", *own)
     assert result.exit_code == 2
-    assert "slicegpt cannot be compared on 'phi'" in result.stderr
+    assert "slicegpt cannot be compared on 'phi': its blocks do not add attention and then MLP" in result.stderr
+    assert "give --methods best\n" in result.stderr
     assert not (tmp_path / "out").exists()
     assert modegpt(*call, "--methods", "shortgpt,sleb,flap,wanda-sp,svd-llm", *own).exit_code == 0
 

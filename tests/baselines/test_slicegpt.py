@@ -66,6 +66,25 @@ def test_the_stream_has_as_many_directions_as_the_parameters_say(family: str):
     assert made.removed == removed
 
 
+def test_the_directions_are_those_of_the_largest_energy():
+    """Of the first two streams, which are told from the dense model: what is cut off them is the least that can be."""
+    dense, ids = llama(3).double(), windows(4, 24)
+    made = BASELINES["slicegpt"].start(dense, ids, quiet)(0.25)
+    after = streams(made.model, made.model.model.layers, "post_attention_layernorm", ids)
+    before = streams(dense, dense.model.layers, "post_attention_layernorm", ids)[:1]
+    known = copy.deepcopy(dense)
+    rank = int(torch.linalg.matrix_rank(after[0], rtol=1e-9))
+    values, vectors = torch.linalg.eigh(before[0].mT @ before[0])
+    basis = vectors[:, -rank:]
+    known.model.embed_tokens.weight = nn.Parameter(known.model.embed_tokens.weight @ basis @ basis.mT)
+    before.append(streams(known, known.model.layers, "post_attention_layernorm", ids)[1])
+    for cut, whole in zip(after, before, strict=False):
+        values = torch.linalg.eigvalsh(whole.mT @ whole)
+        # The norm of attention's input is taken in float32, so the second stream is known to 1e-7 of its size.
+        torch.testing.assert_close((whole - cut).square().sum(), values[:-rank].sum(), rtol=1e-4, atol=0)
+        assert values[:-rank].sum() < 0.5 * values[-rank:].sum()
+
+
 def test_it_computes_what_a_sliced_model_does():
     """With every weight cut and turned as the paper has it, a norm without gain, and a `Q` on each connection."""
     dense = random_model(LlamaConfig(**SIZES, num_hidden_layers=3), seed=3).double()

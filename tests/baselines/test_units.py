@@ -77,13 +77,56 @@ def test_flap_scores_are_standardised_within_a_projection():
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_wanda_takes_the_lowest_weight_times_input():
-    dense, ids = random_model(LlamaConfig(**SIZES, num_hidden_layers=1), seed=3), windows()
-    block, seen = dense.model.layers[0], []
-    handle = block.mlp.down_proj.register_forward_pre_hook(lambda _m, inputs: seen.append(inputs[0].flatten(0, 1)))
+def test_flap_takes_the_lowest_of_all_layers():
+    """By the definition, written out: fluctuations times weights, squared for attention, standardised, of each head."""
+    sizes = {**SIZES, "num_key_value_heads": 4}
+    dense, ids = random_model(LlamaConfig(**sizes, num_hidden_layers=2), seed=5), windows(4, 24)
+    names, seen = ("self_attn.o_proj", "mlp.down_proj"), {}
+    for index, block in enumerate(dense.model.layers):
+        for name in names:
+
+            def note(_module: object, inputs: tuple[torch.Tensor], key: tuple[int, str] = (index, name)) -> None:
+                seen[key] = inputs[0].flatten(0, 1).double()
+
+            block.get_submodule(name).register_forward_pre_hook(note)
     with torch.no_grad():
         dense(ids)
-    handle.remove()
+    scores, sizes_of = [], {"self_attn.o_proj": 4 * 32 * 8, "mlp.down_proj": 3 * 32}
+    for (index, name), rows in seen.items():
+        weight = dense.model.layers[index].get_submodule(name).weight.double()
+        metric = rows.var(0) * weight.square().sum(0)
+        metric = metric.square() if name == "self_attn.o_proj" else metric
+        metric = (metric - metric.mean()) / metric.std()
+        metric = metric.view(4, 8).mean(1) if name == "self_attn.o_proj" else metric
+        scores += [(value, index, name, unit) for unit, value in enumerate(metric.tolist())]
+    made = BASELINES["flap"].start(dense, ids, quiet)(0.5)
+    total, removed, gone = round(made.removed / made.share), 0, set()
+    for _value, index, name, unit in sorted(scores):
+        if removed >= 0.5 * total:
+            break
+        removed += sizes_of[name] - (32 if not any(found[:2] == (index, name) for found in gone) else 0)
+        gone.add((index, name, unit))
+    found = set()
+    for index, block in enumerate(made.model.model.layers):
+        for name in names:
+            zero = (block.get_submodule(name).weight == 0).all(0)
+            zero = zero.view(4, 8).all(1) if name == "self_attn.o_proj" else zero
+            found |= {(index, name, unit) for unit in zero.nonzero().flatten().tolist()}
+    assert {name for _index, name, _unit in gone} == set(names)
+    assert found == gone
+
+
+def test_wanda_takes_the_lowest_weight_times_input():
+    dense, ids = random_model(LlamaConfig(**SIZES, num_hidden_layers=1), seed=3), windows()
+    block, seen, read = dense.model.layers[0], [], []
+    handles = [
+        module.register_forward_pre_hook(lambda _m, inputs, into=into: into.append(inputs[0].flatten(0, 1)))
+        for module, into in ((block.mlp.down_proj, seen), (block.self_attn.o_proj, read))
+    ]
+    with torch.no_grad():
+        dense(ids)
+    for handle in handles:
+        handle.remove()
     scores = block.mlp.down_proj.weight.abs().mean(0) * seen[0].norm(dim=0)
     made = BASELINES["wanda-sp"].start(dense, ids, quiet)(0.25)
     own = made.model.model.layers[0]
@@ -92,5 +135,6 @@ def test_wanda_takes_the_lowest_weight_times_input():
     assert not (own.self_attn.o_proj.weight == 0).any()
     assert set(gone.nonzero().flatten().tolist()) == set(scores.argsort()[: int(gone.sum())].tolist())
     assert made.removed == 3 * 32 * int(gone.sum())
+    heads = (block.self_attn.o_proj.weight.abs().mean(0) * read[0].norm(dim=0)).view(2, -1).sum(1)
     half = BASELINES["wanda-sp"].start(dense, ids, quiet)(0.5).model.model.layers[0].self_attn.o_proj.weight
-    assert ((half.view(32, 2, -1) == 0).all(2).all(0).sum()) == 1
+    assert (half.view(32, 2, -1) == 0).all(2).all(0).tolist() == [heads[0] < heads[1], heads[1] < heads[0]]

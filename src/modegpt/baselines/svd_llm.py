@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..architectures.access import Affine, Layout, affine
+from ..architectures.access import Affine, BlockWeights, Layout
 from ..decompose.psd import symmetrize
 from ..modeling_modegpt import ROLES
 from ..run import Progress
-from .reduced import Reduced, unreachable
+from .reduced import Reduced, reaches, unreachable
 from .walk import Walk, blocks_of, layer_parameters, reading, second_moment
 
 
@@ -30,41 +30,53 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     @torch.no_grad()
     def at(sparsity: float) -> Reduced:
         walk, model = Walk(dense, windows), copy.deepcopy(dense)
-        targets = blocks_of(model)
-        total = sum(layer_parameters(dense))
-        matrices = [affine(module).weight for block in walk.layers for module in walk.architecture.linears(block)]
-        held = sum(matrix.numel() for matrix in matrices)
-        stays, removed, n_layers = 1 - sparsity * total / held, 0, len(walk.layers)
-        for index, block in enumerate(walk.layers):
-            progress("compress", index, n_layers)
-            modules = walk.architecture.linears(block)
-            moments: dict[int, Tensor] = {}
+        architecture, dims, total = walk.architecture, walk.dims, sum(layer_parameters(dense))
+        layouts = [Layout.dense(architecture, architecture.block_dims(block, dims)) for block in walk.layers]
+        shapes = [
+            part.weight.shape
+            for layout, block in zip(layouts, walk.layers, strict=True)
+            for part in _parts(layout.read(block))
+        ]
+        held = sum(shape.numel() for shape in shapes)
+        stays = 1 - sparsity * total / held
+        removed = held - sum(_rank(shape, stays) * sum(shape) for shape in shapes)
+        if not reaches(removed, sparsity, total):
+            raise unreachable("svd-llm", removed / total, sparsity)
+        for index, (block, target, layout) in enumerate(zip(walk.layers, blocks_of(model), layouts, strict=True)):
+            progress("compress", index, len(layouts))
+            modules = architecture.linears(block)
+            moments: dict[Any, Tensor] = {}
 
-            def see(number: int, rows: Tensor, moments: dict[int, Tensor] = moments) -> None:
-                own = second_moment(rows)
-                moments[number] = own + moments[number] if number in moments else own
+            def see(number: int, rows: Tensor, moments: dict[Any, Tensor] = moments, modules: Any = modules) -> None:
+                own, module = second_moment(rows), modules[number]
+                moments[module] = own + moments[module] if module in moments else own
 
             with reading(modules, see):
                 walk.advance(index)
-            layout = Layout.dense(walk.architecture, walk.architecture.block_dims(block, walk.dims))
-            weights, of_module = layout.read(targets[index]), {modules[n]: moment for n, moment in moments.items()}
 
-            def cut(matrix: Affine, module: Any, of_module: dict[Any, Tensor] = of_module) -> Affine:
-                nonlocal removed
-                rank = int(stays * matrix.weight.numel() / sum(matrix.weight.shape))
-                if rank < 1:
-                    raise unreachable("svd-llm", held / total, sparsity)
-                removed += matrix.weight.numel() - rank * sum(matrix.weight.shape)
-                return Affine(truncated(matrix.weight, of_module[module], rank), matrix.bias)
+            def cut(part: Affine, module: Any, moments: dict[Any, Tensor] = moments) -> Affine:
+                return Affine(truncated(part.weight, moments[module], _rank(part.weight.shape, stays)), part.bias)
 
+            weights = layout.read(target)
             assert weights.down is not None
-            heads = {role: cut(getattr(weights, role), walk.architecture.projection(block, role)) for role in ROLES}
+            heads = {role: cut(getattr(weights, role), architecture.projection(block, role)) for role in ROLES}
             ups = tuple(cut(up, module) for up, (module, _rows) in zip(weights.ups, layout.ups(block), strict=True))
-            down = cut(weights.down, walk.architecture.projection(block, "down"))
-            layout.write(targets[index], replace(weights, **heads, ups=ups, down=down))
+            down = cut(weights.down, architecture.projection(block, "down"))
+            layout.write(target, replace(weights, **heads, ups=ups, down=down))
         return Reduced(model, removed, removed / total)
 
     return at
+
+
+def _parts(weights: BlockWeights) -> list[Affine]:
+    """Return every matrix of a block that is cut."""
+    assert weights.down is not None
+    return [*(getattr(weights, role) for role in ROLES), *weights.ups, weights.down]
+
+
+def _rank(shape: torch.Size, stays: float) -> int:
+    """Return the most ranks of a matrix whose two factors hold no more than a share of it, at least one."""
+    return max(1, int(stays * shape.numel() / sum(shape)))
 
 
 def truncated(weight: Tensor, moment: Tensor, rank: int) -> Tensor:
