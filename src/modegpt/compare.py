@@ -198,14 +198,14 @@ class _Comparison:
 
     def _make(self, row: Wanted) -> dict[str, Any]:
         """Return the row's model and what there is to say of it; the dense one stays as it is."""
-        report: Any = {"warnings": []}
+        report, notes = {"warnings": []}, []
         start = time.perf_counter()
         if row.solver == DENSE:
             model, removed, share, scoring = self.dense, 0, 0.0, None
         elif row.solver in PRESETS:
-            config, scoring = self._settings(row)
-            model = compress(self.dense, self.text.windows, config, progress=self._say(row.name)).to(self.device)  # pyright: ignore
-            report = model.modegpt_report
+            config, notes, scoring = self._settings(row)
+            made: Any = compress(self.dense, self.text.windows, config, progress=self._say(row.name))
+            model, report = made.to(self.device), made.modegpt_report
             removed = report["parameters"]["dense"] - report["parameters"]["compressed"]
             share = report["sparsity"]["blocks"]
         else:
@@ -221,17 +221,17 @@ class _Comparison:
             "removed": removed,
             "seconds": round(time.perf_counter() - start, 3),
             "scoring_seconds": scoring,
-            "warnings": report["warnings"],
+            "warnings": list(dict.fromkeys([*notes, *report["warnings"]])),
         }
 
     def _asked(self, row: Wanted) -> CompressionConfig:
         rule = row.method.partition(":")[2] or self.config.allocation
         return replace(self.config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
 
-    def _settings(self, row: Wanted) -> tuple[CompressionConfig, float | None]:
-        """Return the settings of one of our rows, its ranks in place of a rule with scores, and the seconds of these.
+    def _settings(self, row: Wanted) -> tuple[CompressionConfig, list[str], float | None]:
+        """Return the settings of one of our rows, what is to be said of its ranks, and the seconds of their scores.
 
-        What a rule scores is scored once for all sparsities.
+        The ranks stand in place of a rule with scores, and scores are taken once for all sparsities.
         """
         config = self._asked(row)
         key = (config.solver, config.allocation)
@@ -244,8 +244,8 @@ class _Comparison:
         run, scores, seconds = self.scored[key]
         allocation = replace(run, config=config).allocate(scores)
         if scores is None:
-            return config, None
-        return replace(config, allocation="plan", plan=tuple(allocation.ranks)), seconds
+            return config, [], None
+        return replace(config, allocation="plan", plan=tuple(allocation.ranks)), allocation.warnings, seconds
 
     def _fingerprint(self, row: Wanted) -> dict[str, Any]:
         """Return everything that decides a row, by field; the settings of our solvers decide no other method's."""
