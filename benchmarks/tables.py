@@ -30,6 +30,7 @@ def headline() -> str:
         [name, *(f"{whole[(*method, share)]['perplexity']:.1f}" for share in shares)]
         for method, name in methods.items()
     ]
+    rows += _best_rival(shares)
     dense = data["rows"][0]["perplexity"]
     return (
         f"WikiText-2 perplexity of SmolLM2-135M-Instruct, {dense:.1f} as it is, after a share of its blocks' "
@@ -37,6 +38,19 @@ def headline() -> str:
         "comparable with one another, not with published figures):\n\n"
         + table(["", *(f"{share:.0%}" for share in shares)], rows)
     )
+
+
+def _best_rival(shares: tuple[float, ...]) -> list[list[str]]:
+    """Return the row of the other method that loses least on average, with how many there are."""
+    if (data := load("rivals.json")) is None:
+        return []
+    found: dict[str, dict[float, float]] = {}
+    for row in data["rows"][1:]:
+        if row["method"].partition(":")[0] not in ("best", "paper"):
+            found.setdefault(row["method"], {})[row["sparsity"]] = row["perplexity"]
+    best = min(found, key=lambda method: sum(math.log(found[method][share]) for share in shares))
+    name = f"`{best}`, the best of {len(found)} [other methods](docs/other-methods.md)"
+    return [[name, *(f"{found[best][share]:.1f}" for share in shares)]]
 
 
 def faithful() -> str:
