@@ -4,7 +4,7 @@ Protocol: SmolLM2-135M, float32, calibrated on the first 32 windows of 512 token
 reported on the first 48 windows of the test text. Nothing of the other methods was chosen on the test text. Rows are
 kept in `--out` as they are done; the same command goes on where it was stopped.
 
-    python benchmarks/rivals.py --data FOLDER --out FOLDER
+    python benchmarks/rivals.py --data FOLDER --out FOLDER --plot docs/images/methods.svg
 """
 
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import modegpt
 from common import CALIBRATION, SAMPLES, SEQ_LEN, default_model, model_name, parser, save
 from modegpt.compare import METHODS, compare
+from modegpt.compare_plot import draw
 from modegpt.measures import Measures
 
 EVAL_WINDOWS = 48
@@ -22,6 +23,7 @@ def main() -> None:
     """Compare, and write the rows."""
     arguments = parser(__doc__, "rivals.json")
     arguments.add_argument("--out", type=Path, required=True, help="folder for what is done")
+    arguments.add_argument("--plot", type=Path, default=None, help="an .svg file: draw the curves, too")
     arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.1, 0.2, 0.3])
     arguments.add_argument("--methods", nargs="*", default=[*OURS, *(m for m in METHODS if m not in ("best", "paper"))])
     asked = arguments.parse_args()
@@ -50,6 +52,8 @@ def main() -> None:
         }
         for row in result["rows"]
     ]
+    if asked.plot is not None:
+        draw(result, asked.plot)
     save(asked.json, {"model": model_name(asked), "protocol": protocol, "rows": rows})
 
 
