@@ -1,6 +1,7 @@
 """What the README's figures are made with: the result files of benchmarks, and Markdown tables."""
 
 import json
+import math
 from typing import Any
 
 from common import RESULTS
@@ -10,6 +11,11 @@ def load(name: str) -> dict[str, Any] | None:
     """Return a result file, or None if that benchmark has not been run."""
     path = RESULTS / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def risen(perplexity: float, dense: float) -> str:
+    """Return a perplexity, and the rise of its logarithm."""
+    return f"{perplexity:.1f} ({math.log(perplexity / dense):.2f})"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -12,19 +12,15 @@ goes on where it was stopped.
 """
 
 import argparse
-import copy
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import modegpt
 from common import SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
+from modegpt.baselines import shortgpt
 from modegpt.calibration import draw_windows, load_text, tokenize
-from modegpt.planning import make_plan
-from scored import Scored
+from modegpt.scored import Scored
 
 EVAL_WINDOWS = 48
 
@@ -53,19 +49,6 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield {"method": solver, "sparsity": sparsity, "allocation": allocation, "modules": part}
 
 
-def without_layers(dense: Any, windows: torch.Tensor, sparsity: float) -> Any:
-    """Return the model without the layers of the least Block Influence (ShortGPT)."""
-    config = modegpt.CompressionConfig(sparsity=sparsity, allocation="influence")
-    scores = [layer["score"] for layer in make_plan(dense, windows, config)["layers"]]
-    count = math.ceil(sparsity * len(scores) - 1e-9)
-    dropped = set(sorted(range(len(scores)), key=lambda layer: scores[layer])[:count])
-    model = copy.deepcopy(dense)
-    model.model.layers = torch.nn.ModuleList(
-        layer for index, layer in enumerate(model.model.layers) if index not in dropped
-    )
-    return model
-
-
 def main() -> None:
     """Measure every row that is not in the result file yet."""
     asked = options()
@@ -87,14 +70,14 @@ def main() -> None:
         if row["method"] == "dense":
             model = dense
         elif row["method"] == "drop layers":
-            model = without_layers(dense, windows, row["sparsity"])
+            model = shortgpt.start(dense, windows, lambda _stage, _done, _total: None)(row["sparsity"]).model
         else:
             modules = modegpt.config.MODULES if row["modules"] == "all" else (row["modules"],)
             # A part alone loses the share of itself that all of them would: its blocks lose less.
             config = modegpt.CompressionConfig(
                 sparsity=row["sparsity"], allocation=row["allocation"], solver=row["method"], modules=modules
             )
-            config, seconds = scored.plan(config)
+            config, _warnings, seconds = scored.plan(config)
             row |= {"scoring_seconds": seconds} if seconds else {}
             model = compressed(asked, dense, windows, config)
             report = model.modegpt_report

@@ -1,9 +1,8 @@
 """The README's table of exported models."""
 
-import math
 from typing import Any
 
-from readme import load, table
+from readme import load, risen, table
 
 
 def stock() -> str:
@@ -53,4 +52,4 @@ def _uniform() -> dict[float, float]:
 def _risen(perplexity: float, dense: dict[str, Any], itself: bool = False) -> str:
     if itself:
         return f"{perplexity:.1f}"
-    return f"{perplexity:.1f} ({math.log(perplexity / dense['perplexity']):.2f})"
+    return risen(perplexity, dense["perplexity"])

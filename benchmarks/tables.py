@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from readme import load, table
+from readme import load, risen, table
 from stock_table import stock
 from zero_shot_tables import zero_shot
 
@@ -89,7 +89,7 @@ def rivals() -> str:
     about, dense = data["protocol"], data["rows"][0]["perplexity"]
     shares, lines = sorted({row["sparsity"] for row in data["rows"][1:]}), {}
     for row in data["rows"][1:]:
-        cell = f"{row['perplexity']:.1f} ({math.log(row['perplexity'] / dense):.2f})"
+        cell = risen(row["perplexity"], dense)
         lines.setdefault(row["method"], {})[row["sparsity"]] = cell
     rows = [[f"`{method}`", *(cells.get(share, "") for share in shares)] for method, cells in lines.items()]
     uniform = ", ".join(f"{row['achieved']:.1%}" for row in data["rows"] if row["method"] == "best")
@@ -170,7 +170,7 @@ def _solver_table(data: dict[str, Any]) -> str:
         if row.get("modules", "all") != "all":
             what += f", `{row['modules']}` alone"
         rule = f"`{row['allocation']}`" if "allocation" in row else ""
-        cell = f"{row['perplexity']:.1f} ({math.log(row['perplexity'] / dense):.2f})"
+        cell = risen(row["perplexity"], dense)
         lines.setdefault((what, rule), {})[row["sparsity"]] = cell
     rows = [[*names, *(cells.get(sparsity, "") for sparsity in sparsities)] for names, cells in sorted(lines.items())]
     header = ["compressed by", "allocation", *(f"{sparsity:.0%}" for sparsity in sparsities)]

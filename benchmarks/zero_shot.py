@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 import modegpt
 from common import CALIBRATION, Opened, compressed, finished, model_name, opened, parser, save
 from modegpt.progress import ProgressBar
+from modegpt.scored import Scored
 from modegpt.zero_shot import PRESETS, TaskResult, open_tasks
-from scored import Scored
 
 DEFAULTS = modegpt.CompressionConfig()
 
@@ -64,8 +64,7 @@ def models(
             config = modegpt.CompressionConfig(
                 sparsity=row["sparsity"], solver=row["solver"], seed=row["seed"], allocation=asked.allocation
             )
-            config, _seconds = scored.plan(config)
-            model = compressed(asked, start.dense, start.windows, config)
+            model = compressed(asked, start.dense, start.windows, scored.plan(config).config)
             report = model.modegpt_report
             yield {**row, "achieved": report["sparsity"], "parameters": report["parameters"]}, model
 

@@ -1,5 +1,6 @@
 """The comparison: every method on the same text, rows that are kept, and calls that are refused before the work."""
 
+import inspect
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -13,6 +14,7 @@ from typer.testing import CliRunner, Result
 from modegpt import CompressionConfig, InputError, compress, perplexity
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
+from modegpt.commands.compare import compare as command
 from modegpt.compare import METHODS, compare
 from modegpt.measures import Measures
 from modegpt.tiny import random_model
@@ -58,6 +60,10 @@ def test_every_method_has_a_row_at_every_sparsity(compared: tuple[Any, Path]):
     ]
     for name in methods:
         assert compared[0].stdout.count(f"│ {name} ") == 2
+
+
+def test_the_command_compares_all_methods_by_default():
+    assert inspect.signature(command).parameters["methods"].default.default == ",".join(METHODS)
 
 
 def test_the_plot_has_a_line_for_each_method(compared: tuple[Any, Path]):

@@ -13,8 +13,8 @@ from .cli_support import (
     JSON,
     MODEL,
     OneLineErrors,
-    check_file,
     check_json,
+    check_plot,
     check_positive,
     console,
     dtype_name,
@@ -120,9 +120,7 @@ def plan(
     """Show what compress would do to every layer of MODEL, and compress nothing; --json writes a plan."""
     check_json(json_file)
     if plot is not None:
-        check_file("--plot", plot)
-        if plot.suffix.lower() not in PLOTS:
-            raise InputError(f"--plot '{plot}': give a file name that ends in {', '.join(PLOTS)}")
+        check_plot(plot, PLOTS)
     quiet()
     from .allocation import score_parts
     from .planning import make_plan, plot_plan, require_plotting

@@ -140,6 +140,13 @@ def check_file(option: str, file: str | Path, hint: str = "; give a file name") 
         raise InputError(f"{option} '{file}': nothing can be written to '{folder}' ({problem.strerror})") from problem
 
 
+def check_plot(file: Path, endings: tuple[str, ...]) -> None:
+    """Refuse, before the work, a `--plot` target that could not be written after it."""
+    check_file("--plot", file)
+    if file.suffix.lower() not in endings:
+        raise InputError(f"--plot '{file}': give a file name that ends in {', '.join(endings)}")
+
+
 def emit(data: dict[str, Any], file: str | None) -> None:
     """Write JSON where `--json` says, if it says so."""
     if file == "-":

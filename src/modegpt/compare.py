@@ -4,30 +4,26 @@ Layout of the folder: `rows/dense.json`, `rows/flap-0.3.json`, ... (what was mea
 done) and at the end `compare.json`.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from .architectures import Architecture, architecture_of
 from .baselines import BASELINES, Reduced
 from .checkpoint import write_json
-from .compress import compress, lent, prepare
+from .compress import compress, lent
 from .config import ALLOCATIONS, PRESETS, CompressionConfig
 from .errors import InputError, NumericalError
 from .measures import Measures, Quality
 from .measuring import seen_text
-from .models import open_model, outer_config, resolve_device
-from .packed import UNPACKED, packing, plain
-from .preparation import open_source, open_text, run_fingerprint
+from .models import open_model, resolve_device
+from .preparation import dense_config_of, open_source, open_text, run_fingerprint
 from .report import protocol
-from .rows import Rows, check_folder, shown
-from .run import Progress, Run
-from .text_part import about_text_part, text_part
+from .rows import Rows, check_call, shown
+from .run import Progress
+from .scored import Ranked, Scored
 
 METHODS = ("best", "paper", *BASELINES)
 """What is compared where nothing else is asked for."""
@@ -94,8 +90,8 @@ def compare(
             model, data or setting.
     """
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures(rounds=0)
-    _check(methods, sparsities, config)
-    check_folder(out, "rows", "comparison")
+    check_call(config, out, "rows", "comparison")
+    _check(methods, sparsities)
     wanted = [Wanted(DENSE, 0.0), *(Wanted(method, share) for share in sorted(sparsities) for method in methods)]
     work = _Comparison(str(model), calibration, methods, config, measures, Rows(out / "rows", overwrite), progress)
     found = {row: work.finished(row) for row in wanted}
@@ -115,7 +111,7 @@ def compare(
     return table
 
 
-def _check(methods: Sequence[str], sparsities: Sequence[float], config: CompressionConfig) -> None:
+def _check(methods: Sequence[str], sparsities: Sequence[float]) -> None:
     """Refuse what can be seen to be wrong without opening anything."""
     if not methods:
         raise InputError(f"methods is empty: give some of {', '.join(METHODS)}")
@@ -128,16 +124,12 @@ def _check(methods: Sequence[str], sparsities: Sequence[float], config: Compress
             raise InputError(f"method '{method}': {name} has no other rule for ranks than its own; give '{name}'")
         if ":" in method and rule not in rules:
             raise InputError(f"method '{method}': the rule '{rule}' is none of {', '.join(rules)}")
-    if config.allocation == "plan":
-        raise InputError("a plan fixes the ranks and with them one sparsity; give the comparison another allocation")
     for what, given in (("method", list(methods)), ("sparsity", [f"{share:g}" for share in sparsities])):
         twice = next((name for index, name in enumerate(given) if name in given[:index]), None)
         if twice is not None:
             raise InputError(f"{what} {twice} is there twice; give each once")
     if not sparsities or not all(0 < share < 1 for share in sparsities):
         raise InputError(f"sparsity '{', '.join(f'{s:g}' for s in sparsities)}': give shares above 0 and below 1")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("a comparison runs in one process; start it without torchrun")
 
 
 class _Comparison:
@@ -155,11 +147,7 @@ class _Comparison:
     ) -> None:
         """Check everything, then open the texts, then the model."""
         self.config, self.rows, self.progress = config, rows, progress
-        outer = outer_config(model)
-        said, self.notes = text_part(outer), about_text_part(outer)
-        dense_config = plain(said)
-        if packing(said) is not None:
-            self.notes.append(UNPACKED)
+        dense_config, self.notes = dense_config_of(model)
         self.text = open_text(calibration, config, model, None)
         _require(methods, architecture_of(dense_config))
         self.quality = Quality(measures, dense_config, self.text.tokenizer)
@@ -168,8 +156,7 @@ class _Comparison:
         self.source = open_source(self.dense, self.device)
         self.made_by: dict[str, tuple[Callable[[float], Reduced], float]] = {}
         """What makes the models of another method, and the seconds that finding out took."""
-        self.scored: dict[tuple[str, str], tuple[Run, Tensor | None, float]] = {}
-        """Our scores by solver and rule, and the seconds that they took."""
+        self.scored = Scored(self.dense, self.text.windows)
 
     def finished(self, row: Wanted) -> dict[str, Any] | None:
         """Return a row that an equal call has measured."""
@@ -179,7 +166,7 @@ class _Comparison:
         """Refuse a sparsity that our settings cannot reach; only then make room for what is to be measured."""
         for row in missing:
             if row.solver in PRESETS:
-                self._settings(row)
+                self._ranked(row)
         self.rows.begin()
 
     def measure(self, row: Wanted) -> dict[str, Any]:
@@ -203,7 +190,7 @@ class _Comparison:
         if row.solver == DENSE:
             model, removed, share, scoring = self.dense, 0, 0.0, None
         elif row.solver in PRESETS:
-            config, notes, scoring = self._settings(row)
+            config, notes, scoring = self._ranked(row)
             made: Any = compress(self.dense, self.text.windows, config, progress=self._say(row.name))
             model, report = made.to(self.device), made.modegpt_report
             removed = report["parameters"]["dense"] - report["parameters"]["compressed"]
@@ -228,24 +215,9 @@ class _Comparison:
         rule = row.method.partition(":")[2] or self.config.allocation
         return replace(self.config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
 
-    def _settings(self, row: Wanted) -> tuple[CompressionConfig, list[str], float | None]:
-        """Return the settings of one of our rows, what is to be said of its ranks, and the seconds of their scores.
-
-        The ranks stand in place of a rule with scores, and scores are taken once for all sparsities.
-        """
-        config = self._asked(row)
-        key = (config.solver, config.allocation)
-        if key not in self.scored:
-            start = time.perf_counter()
-            run = prepare(self.dense, self.text.windows, config, None, self._say(row.method))
-            with lent(self.dense):
-                scores = run.scores()
-            self.scored[key] = run, scores, round(time.perf_counter() - start, 3)
-        run, scores, seconds = self.scored[key]
-        allocation = replace(run, config=config).allocate(scores)
-        if scores is None:
-            return config, [], None
-        return replace(config, allocation="plan", plan=tuple(allocation.ranks)), allocation.warnings, seconds
+    def _ranked(self, row: Wanted) -> Ranked:
+        """Return the settings of one of our rows; what its rule scores is scored once for all sparsities."""
+        return self.scored.plan(self._asked(row), self._say(row.method))
 
     def _fingerprint(self, row: Wanted) -> dict[str, Any]:
         """Return everything that decides a row, by field; the settings of our solvers decide no other method's."""

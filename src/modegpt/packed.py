@@ -14,9 +14,6 @@ from torch import Tensor
 
 from .errors import InputError
 
-UNPACKED = "its weights are in 8 bits, by the config, and were unpacked as they were read"
-"""What a result says of a model that was."""
-
 FLOATS = ("F8_E4M3", "F8_E5M2")
 """What safetensors calls the dtypes of packed weights."""
 PLAIN = ("F64", "F32", "BF16", "F16")

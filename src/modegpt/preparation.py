@@ -84,6 +84,15 @@ class Text:
     about: dict[str, Any]
 
 
+def dense_config_of(name: str) -> tuple[Any, list[str]]:
+    """Return the config of a hub name's, folder's or file's language model, unpacked, and what a result says of it."""
+    outer = outer_config(name)
+    said, notes = text_part(outer), about_text_part(outer)
+    if packing(said) is not None:
+        notes.append("its weights are in 8 bits, by the config, and were unpacked as they were read")
+    return plain(said), notes
+
+
 def open_text(
     calibration: str | Path | Tensor,
     config: CompressionConfig,

@@ -1,11 +1,13 @@
 """Rows of a table that are kept as they are measured, a file each: the points of a sweep, the rows of a comparison."""
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import read_json, write_json
+from .config import CompressionConfig
 from .errors import InputError
 from .partial import check_fingerprint
 
@@ -47,8 +49,19 @@ class Rows:
         return self._folder / f"{name}.json"
 
 
-def check_folder(out: Path, inside: str, what: str) -> None:
-    """Refuse an output folder that holds something else than an earlier result of its kind."""
+def check_call(config: CompressionConfig, out: Path, inside: str, what: str) -> None:
+    """Refuse settings with one sparsity, several processes, and a folder that holds no earlier result of its kind.
+
+    Args:
+        config: the settings of all rows.
+        out: the folder of the result.
+        inside: the folder of its rows in that.
+        what: the kind of the result, as users call it.
+    """
+    if config.allocation == "plan":
+        raise InputError(f"a plan fixes the ranks and with them one sparsity; give the {what} another allocation")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(f"a {what} runs in one process; start it without torchrun")
     if out.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     if out.is_dir() and any(out.iterdir()) and not (out / inside).is_dir():

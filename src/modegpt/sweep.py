@@ -5,7 +5,6 @@ done), `scores.json`, `models/0.3/` (the checkpoints, only while they are measur
 `sweep.json` and the plots `perplexity.svg`, `accuracy.svg` and `throughput.svg`, each where there are figures for it.
 """
 
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -27,15 +26,13 @@ from .errors import InputError
 from .inspection import describe
 from .measures import Measures, Quality
 from .measuring import seen_text
-from .models import open_model, outer_config, resolve_device
-from .packed import UNPACKED, packing, plain
+from .models import open_model, resolve_device
 from .partial import PartialCheckpoint, finished_report
-from .preparation import Text, open_text, run_fingerprint
+from .preparation import Text, dense_config_of, open_text, run_fingerprint
 from .report import Stopwatch, machine, protocol
-from .rows import Rows, check_folder, shown
+from .rows import Rows, check_call, shown
 from .run import Progress, Run
 from .sweep_plots import draw
-from .text_part import about_text_part, text_part
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 SPEED = BenchSettings(batch_sizes=(1,), lengths=(128,), new_tokens=32)
@@ -81,10 +78,8 @@ def sweep(
     """
     plots.require_matplotlib("a sweep")
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures()
+    check_call(config, out, "points", "sweep")
     configs = _configs(config, sparsities)
-    check_folder(out, "points", "sweep")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise InputError("a sweep runs in one process; start it without torchrun")
     work = _Sweep(str(model), calibration, out, config, measures, keep_models, overwrite, progress)
     known = {name: work.finished(name, own) for name, own in ((DENSE, None), *configs.items())}
     work.begin([own for name, own in configs.items() if known[name] is None])
@@ -106,8 +101,6 @@ def sweep(
 
 def _configs(config: CompressionConfig, sparsities: Sequence[float]) -> dict[str, CompressionConfig]:
     """Return the settings of each point, by its name."""
-    if config.allocation == "plan":
-        raise InputError("a plan fixes the ranks and with them one sparsity; give the sweep another allocation")
     if not sparsities:
         raise InputError("sparsity is empty: give some shares such as 0.1,0.2,0.3")
     configs = {f"{sparsity:g}": replace(config, sparsity=sparsity) for sparsity in sorted(sparsities)}
@@ -135,11 +128,7 @@ class _Sweep:
         """Check everything, then open the texts, then the model."""
         self.out, self.measures, self.keep_models, self.progress = out, measures, keep_models, progress
         self.device = resolve_device(config.device)
-        outer = outer_config(model)
-        said, self.notes = text_part(outer), about_text_part(outer)
-        dense_config = plain(said)
-        if packing(said) is not None:
-            self.notes.append(UNPACKED)
+        dense_config, self.notes = dense_config_of(model)
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:
             check_settings(self.speed, [dense_config])

@@ -1,7 +1,7 @@
 """Leaving out whole layers: what ShortGPT and SLEB share."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedModel
 
@@ -11,9 +11,14 @@ from .reduced import Reduced, reaches
 from .walk import blocks_of, layer_parameters
 
 
-def enough(sizes: list[int], left_out: Collection[int], sparsity: float) -> bool:
-    """Whether layers, by their numbers, hold as large a share of the parameters of all."""
-    return reaches(sum(sizes[index] for index in left_out), sparsity, sum(sizes))
+def fewest(sizes: list[int], order: Sequence[int], sparsity: float) -> Sequence[int] | None:
+    """Return the first layers of an order that hold as large a share of all parameters; None where all of it do not."""
+    removed = 0
+    for count, index in enumerate(order):
+        if reaches(removed, sparsity, sum(sizes)):
+            return order[:count]
+        removed += sizes[index]
+    return order if reaches(removed, sparsity, sum(sizes)) else None
 
 
 def without(dense: PreTrainedModel, left_out: Collection[int]) -> Reduced:

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from ..importance import InfluenceMeter
 from ..run import Progress
-from .layers import enough, without
+from .layers import fewest, without
 from .reduced import Reduced
 from .walk import Walk, layer_parameters
 
@@ -26,7 +26,8 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     order, sizes = meter.scores().argsort(stable=True).tolist(), layer_parameters(dense)
 
     def at(sparsity: float) -> Reduced:
-        count = next(count for count in range(n_layers + 1) if enough(sizes, order[:count], sparsity))
-        return without(dense, order[:count])
+        left_out = fewest(sizes, order, sparsity)
+        assert left_out is not None, "all layers hold every share"
+        return without(dense, left_out)
 
     return at

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..run import Progress
-from .layers import enough, without
+from .layers import fewest, without
 from .reduced import Reduced
 from .walk import Walk, layer_parameters
 
@@ -30,10 +30,9 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     sizes = layer_parameters(dense)
 
     def at(sparsity: float) -> Reduced:
-        while not enough(sizes, out, sparsity):
+        while (left_out := fewest(sizes, out, sparsity)) is None:
             out.append(_least(dense, windows, out, lambda done, total: progress(f"layer {len(out) + 1}", done, total)))
-        count = next(count for count in range(len(out) + 1) if enough(sizes, out[:count], sparsity))
-        return without(dense, out[:count])
+        return without(dense, left_out)
 
     return at
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..architectures import Architecture
 from ..architectures.access import affine
-from ..decompose.psd import symmetrize
+from ..decompose import psd
 from ..run import Progress
 from .reduced import Reduced, reaches, unreachable
 from .walk import Walk, layer_parameters, not_plain
@@ -94,8 +94,7 @@ def _directions(states: Iterable[Tensor], rank: int, centred: bool, device: torc
             rows = rows - rows.mean(-1, keepdim=True)
         moment = rows.mT @ rows if moment is None else moment + rows.mT @ rows
     assert moment is not None
-    _values, vectors = torch.linalg.eigh(symmetrize(moment))
-    return vectors[:, len(vectors) - rank :].to(dtype)
+    return psd.leading(moment, rank).to(dtype)
 
 
 def _middle(walk: Walk, index: int) -> Iterable[Tensor]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..architectures.access import Affine, BlockWeights, Layout
-from ..decompose.psd import symmetrize
+from ..decompose import psd
 from ..modeling_modegpt import ROLES
 from ..run import Progress
 from .reduced import Reduced, reaches, unreachable
-from .walk import Walk, blocks_of, layer_parameters, reading, second_moment
+from .walk import Walk, blocks_of, layer_parameters, reading
 
 
 def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
@@ -48,7 +48,8 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
             moments: dict[Any, Tensor] = {}
 
             def see(number: int, rows: Tensor, moments: dict[Any, Tensor] = moments, modules: Any = modules) -> None:
-                own, module = second_moment(rows), modules[number]
+                rows, module = rows.float(), modules[number]
+                own = (rows.mT @ rows).double()
                 moments[module] = own + moments[module] if module in moments else own
 
             with reading(modules, see):
@@ -91,6 +92,5 @@ def truncated(weight: Tensor, moment: Tensor, rank: int) -> Tensor:
         rank: to keep.
     """
     weight = weight.double()
-    _values, vectors = torch.linalg.eigh(symmetrize(weight @ moment @ weight.mT))
-    basis = vectors[:, len(vectors) - min(rank, len(vectors)) :]
+    basis = psd.leading(weight @ moment @ weight.mT, min(rank, len(weight)))
     return basis @ (basis.mT @ weight)

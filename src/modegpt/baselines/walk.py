@@ -82,9 +82,3 @@ def not_plain(architecture: Architecture) -> str | None:
     if architecture.experts:
         return "its blocks have experts"
     return "its blocks have attention that must stay whole" if architecture.whole_attention else None
-
-
-def second_moment(rows: Tensor) -> Tensor:
-    """Return `Σ x xᵀ` of `(tokens, width)`: a product in float32, as float64."""
-    rows = rows.float()
-    return (rows.mT @ rows).double()

@@ -7,9 +7,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, check_file, check_json, console, emit, names, numbers, quiet
+from ..cli_support import JSON, MODEL, check_json, check_plot, emit, names, numbers, quiet
 from ..config import CompressionConfig
 from ..errors import InputError
+from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
 from .settings import configured
 
 
@@ -25,13 +26,11 @@ def compare(
     calibration: str = typer.Option("wikitext2", help="wikitext2, ptb, c4, alpaca, python-docs, or a text file."),
     *,
     config: CompressionConfig,
-    data: list[str] = typer.Option(
-        [], "--data", help="Text to measure perplexity on; may be repeated. wikitext2 without --tasks."
-    ),
-    tasks: list[str] = typer.Option([], "--tasks", help="Zero-shot tasks as for eval; with commas, or repeated."),
-    limit: int | None = typer.Option(None, help="Use only the first samples of each task."),
-    eval_seq_len: int | None = typer.Option(None, help="Tokens of its windows; 2048, or the model's positions."),
-    max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
+    data: list[str] = DATA,
+    tasks: list[str] = TASKS,
+    limit: int | None = LIMIT,
+    eval_seq_len: int | None = EVAL_SEQ_LEN,
+    max_windows: int | None = MAX_WINDOWS,
     overwrite: bool = typer.Option(False, "--overwrite", help="Make and measure all rows anew."),
     plot: Path | None = typer.Option(None, "--plot", metavar="FILE.svg", help="Draw perplexity by what was removed."),
     json_file: str | None = JSON,
@@ -43,40 +42,26 @@ def compare(
         _check_plot(plot, bool(data) or not tasks)
     quiet()
     from ..compare import compare as run_comparison
-    from ..measures import Measures
     from ..progress import ProgressBar
 
-    measures = Measures(
-        data=tuple(dict.fromkeys(data)) or (() if tasks else ("wikitext2",)),
-        tasks=tuple(name for part in tasks for name in names(part)),
-        seq_len=eval_seq_len,
-        max_windows=max_windows,
-        limit=limit,
-        rounds=0,
-    )
+    asked = measures(data, tasks, limit, eval_seq_len, max_windows)
     with ProgressBar("reading model and text") as progress:
         result = run_comparison(
-            model, calibration, out, names(methods), shares, config, measures, overwrite=overwrite, progress=progress
+            model, calibration, out, names(methods), shares, config, asked, overwrite=overwrite, progress=progress
         )
     emit(result, json_file)
     if plot is not None:
         from ..compare_plot import draw
 
         draw(result, plot)
-    screen = console(json_file)
-    screen.print(_table(result))
-    for warning in result["warnings"]:
-        screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    screen.print(f"written to {out}", markup=False, soft_wrap=True)
+    tell(result, _table(result), out, json_file)
 
 
 def _check_plot(plot: Path, measured: bool) -> None:
     """Refuse, before the work, a plot that could not be drawn after it."""
     from ..plots import require_matplotlib
 
-    check_file("--plot", plot)
-    if plot.suffix.lower() != ".svg":
-        raise InputError(f"--plot '{plot}': give a file name that ends in .svg")
+    check_plot(plot, (".svg",))
     if not measured:
         raise InputError("--plot draws perplexity, and only --tasks were given: add --data")
     require_matplotlib("a plot")

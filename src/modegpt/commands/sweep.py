@@ -7,8 +7,9 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, check_json, console, emit, names, numbers, quiet
+from ..cli_support import JSON, MODEL, check_json, emit, numbers, quiet
 from ..config import CompressionConfig
+from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
 from .settings import configured
 
 
@@ -20,13 +21,11 @@ def sweep(
     calibration: str = typer.Option("wikitext2", help="wikitext2, ptb, c4, alpaca, python-docs, or a text file."),
     *,
     config: CompressionConfig,
-    data: list[str] = typer.Option(
-        [], "--data", help="Text to measure perplexity on; may be repeated. wikitext2 without --tasks."
-    ),
-    tasks: list[str] = typer.Option([], "--tasks", help="Zero-shot tasks as for eval; with commas, or repeated."),
-    limit: int | None = typer.Option(None, help="Use only the first samples of each task."),
-    eval_seq_len: int | None = typer.Option(None, help="Tokens of its windows; 2048, or the model's positions."),
-    max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
+    data: list[str] = DATA,
+    tasks: list[str] = TASKS,
+    limit: int | None = LIMIT,
+    eval_seq_len: int | None = EVAL_SEQ_LEN,
+    max_windows: int | None = MAX_WINDOWS,
     rounds: int = typer.Option(3, help="Timed rounds of each point, in turn with the dense model; 0 for none."),
     keep_models: bool = typer.Option(False, "--keep-models", help="Keep the checkpoints, in DIR/models."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Measure all points anew."),
@@ -39,17 +38,9 @@ def sweep(
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ..progress import ProgressBar
-    from ..sweep import Measures
     from ..sweep import sweep as run_sweep
 
-    measures = Measures(
-        data=tuple(dict.fromkeys(data)) or (() if tasks else ("wikitext2",)),
-        tasks=tuple(name for part in tasks for name in names(part)),
-        seq_len=eval_seq_len,
-        max_windows=max_windows,
-        limit=limit,
-        rounds=rounds,
-    )
+    asked = measures(data, tasks, limit, eval_seq_len, max_windows, rounds)
     with ProgressBar("reading model and text") as progress:
         result = run_sweep(
             model,
@@ -57,17 +48,13 @@ def sweep(
             out,
             shares,
             config,
-            measures,
+            asked,
             keep_models=keep_models,
             overwrite=overwrite,
             progress=progress,
         )
     emit(result, json_file)
-    screen = console(json_file)
-    screen.print(_table(result))
-    for warning in result["warnings"]:
-        screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
-    screen.print(f"written to {out}", markup=False, soft_wrap=True)
+    tell(result, _table(result), out, json_file)
 
 
 def _table(result: dict[str, Any]) -> Table:

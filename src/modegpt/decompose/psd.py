@@ -149,6 +149,11 @@ def _sound_factor(scaled: Tensor) -> Tensor | None:
     return lower if not info.any() and bool((pivots > tolerance(scaled) ** 0.5).all()) else None
 
 
+def leading(matrix: Tensor, rank: int) -> Tensor:
+    """Return an orthonormal basis, `(n, rank)`, of the largest eigenvalues of an `(n, n)` symmetric matrix: `9n³`."""
+    return torch.linalg.eigh(symmetrize(matrix)).eigenvectors[:, len(matrix) - rank :]
+
+
 class Root(NamedTuple):
     """`root` with `A = rootᵀ root`, its pseudo-inverse, and the numerical rank of each matrix of the batch."""
 
