@@ -14,12 +14,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
+
+from modegpt.checkpoint import write_json
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {
@@ -43,12 +46,12 @@ SHAPES = {
 }
 
 
-def write_random_checkpoint(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> int:
+def write_random_checkpoint(folder: Path, config: LlamaConfig, dtype: torch.dtype, device: str = "cpu") -> int:
     """Write a Llama checkpoint of random weights, one shard at a time, and return its bytes."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * 0.02).to(dtype)
+        return (torch.randn(*shape, generator=generator, device=device) * 0.02).to(dtype).cpu()
 
     d, d_int = config.hidden_size, config.intermediate_size
     d_head = d // config.num_attention_heads
@@ -92,31 +95,36 @@ def child(options: argparse.Namespace) -> None:
 
     windows = torch.randint(32000, (options.samples, options.seq_len), generator=torch.Generator().manual_seed(0))
     config = CompressionConfig(
-        sparsity=options.sparsity, solver=options.solver, device=options.device, batch_size=options.batch_size
+        sparsity=options.sparsity, solver=options.solver[0], device=options.device, batch_size=options.batch_size
     )
     report = compress_to_folder(options.child, windows, options.child / "out", config)
     wanted = ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "sparsity", "machine", "versions")
     print(json.dumps({name: report[name] for name in wanted}))
 
 
-def measure(options: argparse.Namespace, n_layers: int) -> dict[str, Any]:
-    """Write a checkpoint of `n_layers` layers, compress it in a fresh process, and return the row."""
+def measure(options: argparse.Namespace, n_layers: int) -> Iterator[dict[str, Any]]:
+    """Write a checkpoint of `n_layers` layers, compress it in a fresh process with each solver, and yield the rows."""
     shape = {**SHAPES[options.shape], "num_hidden_layers": n_layers}
     shape.setdefault("num_key_value_heads", shape["num_attention_heads"])
     config = LlamaConfig(**shape, vocab_size=32000, max_position_embeddings=4096)
     folder = Path(tempfile.mkdtemp(prefix="modegpt-speed-", dir=options.scratch))
     try:
-        size = write_random_checkpoint(folder, config, getattr(torch, options.dtype))
-        command = [sys.executable, __file__, "--child", str(folder)]
-        for name in ("samples", "seq_len", "sparsity", "solver", "device", "batch_size"):
-            value = getattr(options, name)
-            if value is not None:
-                command += [f"--{name.replace('_', '-')}", str(value)]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        size = write_random_checkpoint(folder, config, getattr(torch, options.dtype), options.device)
+        for solver in options.solver:
+            command = [sys.executable, __file__, "--child", str(folder), "--solver", solver]
+            for name in ("samples", "seq_len", "sparsity", "device", "batch_size"):
+                value = getattr(options, name)
+                if value is not None:
+                    command += [f"--{name.replace('_', '-')}", str(value)]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            shutil.rmtree(folder / "out")
+            yield _row(options, solver, n_layers, size, json.loads(output.splitlines()[-1]))
     finally:
         shutil.rmtree(folder)
-    report = json.loads(output.splitlines()[-1])
-    row = {"layers": n_layers, "checkpoint_bytes": size, **report}
+
+
+def _row(options: argparse.Namespace, solver: str, n_layers: int, size: int, report: dict[str, Any]) -> dict[str, Any]:
+    row = {"solver": solver, "layers": n_layers, "checkpoint_bytes": size, **report}
     row["peak_memory_share"] = report["peak_memory_bytes"] / size
     row["seconds_per_layer"] = sum(report["seconds"][s] for s in ("moments", "decompose", "forward")) / n_layers
     full = SHAPES[options.shape]["num_hidden_layers"]
@@ -135,7 +143,7 @@ def main() -> None:
     arguments.add_argument("--samples", type=int, default=8)
     arguments.add_argument("--seq-len", type=int, default=256)
     arguments.add_argument("--sparsity", type=float, default=0.3)
-    arguments.add_argument("--solver", default="paper")
+    arguments.add_argument("--solver", nargs="*", default=["paper"])
     arguments.add_argument("--batch-size", type=int)
     arguments.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     arguments.add_argument("--device", default="cpu")
@@ -148,18 +156,22 @@ def main() -> None:
         child(options)
         return
     rows = []
+    path = options.json or RESULTS / f"compress_speed_{options.shape}_{options.device}.json"
     for n_layers in options.layers or [SHAPES[options.shape]["num_hidden_layers"]]:
-        rows.append(measure(options, n_layers))
-        row = rows[-1]
-        print(
-            f"{options.shape}, {n_layers} layers: {row['seconds']['total']:.1f} s, peak memory "
-            f"{row['peak_memory_bytes'] / 2**30:.2f} GiB ({row['peak_memory_share']:.0%} of the checkpoint)",
-            row["seconds"],
-            flush=True,
-        )
-    about = {name: rows[0][name] for name in ("machine", "versions")}
-    for row in rows:
-        del row["machine"], row["versions"]
+        for row in measure(options, n_layers):
+            about = {name: row.pop(name) for name in ("machine", "versions")}
+            rows.append(row)
+            print(
+                f"{options.shape}, {n_layers} layers, {row['solver']}: {row['seconds']['total']:.1f} s, peak memory "
+                f"{row['peak_memory_bytes'] / 2**30:.2f} GiB ({row['peak_memory_share']:.0%} of the checkpoint)",
+                row["seconds"],
+                flush=True,
+            )
+            keep(path, options, about, rows)  # now: the next row may be stopped
+
+
+def keep(path: Path, options: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Write the rows measured so far."""
     result = {
         "command": "python " + shlex.join(sys.argv),
         **about,
@@ -168,14 +180,11 @@ def main() -> None:
             "weights": f"random, {options.dtype}",
             "tokens": f"{options.samples} x {options.seq_len}",
             "sparsity": options.sparsity,
-            "solver": options.solver,
             "device": options.device,
         },
         "rows": rows,
     }
-    path = options.json or RESULTS / f"compress_speed_{options.shape}_{options.device}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(result, path)
     print(f"wrote {path}")
 
 

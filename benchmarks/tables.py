@@ -207,6 +207,35 @@ def streaming() -> str:
     )
 
 
+def compressing_on_gpu() -> str:
+    """Return the section on the time that large shapes take on a GPU."""
+    found = [data for size in ("7b", "70b") if (data := load(f"compress_speed_{size}_cuda.json"))]
+    if not found:
+        return ""
+    about, rows = found[0]["protocol"], []
+    for data in found:
+        for row in data["rows"]:
+            n_layers, memory = data["protocol"]["shape"]["num_hidden_layers"], row.get("peak_gpu_memory_bytes")
+            whole = row.get("extrapolated", {}).get("total_seconds", row["seconds"]["total"])
+            rows.append(
+                [
+                    f"{data['protocol']['shape']['hidden_size']} x {n_layers}",
+                    f"`{row['solver']}`",
+                    f"{row['layers']} of {n_layers}",
+                    f"{row['seconds']['total']:.0f} s",
+                    f"{whole / 60:.0f} min" + (", extrapolated" if row["layers"] < n_layers else ""),
+                    "" if memory is None else f"{memory / 1e9:.0f} GB",
+                ]
+            )
+    header = ["d_model x layers", "solvers", "layers measured", "time", "for all layers", "GPU memory"]
+    return (
+        "**On a GPU.** Time to compress Llama shapes of 7 and 70 billion parameters on one "
+        f"{found[0]['machine']['gpu']}:\nweights {about['weights']}, {about['tokens']} tokens, "
+        f"{about['sparsity']:.0%} (`benchmarks/compress_speed.py --device cuda`).\n"
+        "There is no figure of `best` yet, nor of a trained model.\n\n" + table(header, rows)
+    )
+
+
 def resuming() -> str:
     """Return the section on runs that were killed."""
     if (data := load("kill_and_resume.json")) is None:
@@ -239,7 +268,36 @@ def speed() -> str:
         f"dense and compressed in turn in one process, medians of {about['repeats']} rounds (`benchmarks/speed.py`).\n"
         "What is possible follows from the work that is left: weights read per decoded token with the head, and\n"
         "multiply-accumulates of a prompt. Ranks are uniform; SmolLM2 is cut to them without calibration, `0.5b` is "
-        "random.\n\n" + table(header, rows)
+        "random.\n\n" + table(header, rows) + _speed_on_gpu()
+    )
+
+
+def _speed_on_gpu() -> str:
+    if (data := load("speed_cuda.json")) is None:
+        return ""
+    about, rows = data["protocol"], []
+    for row in data["rows"]:
+        cells = [str(row["batch_size"])]
+        for task in ("decode", "prefill"):
+            told = row[task]
+            cells += [f"{told['median']:.2f} ({told['min']:.2f} to {told['max']:.2f})", f"{told['allowed']:.2f}"]
+        seconds = [f"{row['models'][name]['token_seconds'] * 1e3:.0f}" for name in ("dense", "compressed")]
+        rows.append([*cells, " and ".join(seconds) + " ms"])
+    first = data["rows"][0]
+    header = [
+        "batch",
+        "decode, times faster",
+        "possible",
+        "prefill, times faster",
+        "possible",
+        "a token, dense and not",
+    ]
+    return (
+        f"\n\nThe same in {about['dtype']} on one {data['machine']['gpu']}, without `--compile`: a random Llama of "
+        f"{first['parameters'] / 1e9:.1f} B at {first['sparsity']:.0%},\nranks rounded up to {about['round_to']}, "
+        f"{about['repeats']} rounds. Where there is enough to compute, it is as much faster as it can be. Decoding so\n"
+        "few tokens, both models wait for Python to launch their kernels, and nothing is gained; `--compile`, which "
+        "replays them\nas one graph, was not measured there.\n\n" + table(header, rows)
     )
 
 
@@ -286,6 +344,7 @@ def figures() -> str:
         speed(),
         lean(),
         streaming(),
+        compressing_on_gpu(),
         resuming(),
     )
     return "\n\n".join(section for section in sections if section)

@@ -5,13 +5,19 @@ With `--names` other tasks, the rest of those that the paper measures, say, into
 Protocol: float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text; the first samples
 of each task, by default as many as ARC-challenge has, from local files of the shapes in docs/zero-shot.md, scored by
 lm-eval. Blocks are scored once for all sparsities. Every row is written when it is done; the same command goes on where
-it was stopped. A row takes about 20 minutes on one core.
+it was stopped. A row takes about 20 minutes on one core. `--jobs` shares the rows out to processes, on one GPU too.
 
     python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER
     python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER --allocation error --json FILE
+    python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER --device cuda --batch-size 192 --jobs 8 --seed 0 1 2
 """
 
 import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from operator import itemgetter
@@ -40,15 +46,20 @@ def options() -> argparse.Namespace:
     arguments.add_argument(
         "--seed", type=int, nargs="*", default=[0], help="of what the model writes for `best` and `error`"
     )
+    arguments.add_argument("--device", default="cpu")
+    arguments.add_argument("--batch-size", type=int, help="requests at once (default: as `eval` chooses it)")
+    arguments.add_argument("--jobs", type=int, default=1, help="processes that share the rows")
+    arguments.add_argument("--part", type=int, nargs=2, metavar=("K", "N"), help=argparse.SUPPRESS)
     return arguments.parse_args()
 
 
 def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what each row compares."""
     yield {"solver": "dense", "sparsity": 0.0, "seed": 0}
-    for sparsity in asked.sparsity:
-        for solver in asked.solver:
-            for seed in asked.seed:
+    for solver in asked.solver:
+        # The paper's solvers write nothing: no seed changes what they do.
+        for seed in asked.seed if solver != "paper" or asked.allocation == "error" else asked.seed[:1]:
+            for sparsity in asked.sparsity:
                 yield {"solver": solver, "sparsity": sparsity, "seed": seed}
 
 
@@ -62,7 +73,11 @@ def models(
             yield row, start.dense
         else:
             config = modegpt.CompressionConfig(
-                sparsity=row["sparsity"], solver=row["solver"], seed=row["seed"], allocation=asked.allocation
+                sparsity=row["sparsity"],
+                solver=row["solver"],
+                seed=row["seed"],
+                allocation=asked.allocation,
+                device=asked.device,
             )
             model = compressed(asked, start.dense, start.windows, scored.plan(config).config)
             report = model.modegpt_report
@@ -76,6 +91,63 @@ def figures(task: TaskResult) -> dict[str, Any]:
     return {**{key: getattr(task, key) for key in kept}, "right": right}
 
 
+def measure(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Measure what is wanted and not among the rows yet, writing each row as it is done."""
+    todo = missing(asked, rows)
+    if asked.part:
+        part, parts = asked.part
+        todo = todo[len(todo) * part // parts : len(todo) * (part + 1) // parts]
+    if not todo:
+        return
+    tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in asked.names])
+    base = opened(asked)
+    for row, model in models(asked, base, todo):
+        start = time.perf_counter()
+        model.to(asked.device)
+        with ProgressBar() as progress:
+            result = modegpt.evaluate_tasks(
+                model, base.tokenizer, tasks, asked.limit, asked.batch_size, progress=progress
+            )
+        row["tasks"] = {task.task: figures(task) for task in result.tasks}
+        row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
+        rows.append(row)
+        told = ("solver", "sparsity", "seed", "mean", "seconds")
+        print({key: row[key] for key in told}, flush=True)
+        keep(asked, about, rows)
+
+
+def missing(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
+
+
+def keep(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    rows.sort(key=itemgetter("sparsity", "solver", "seed"))
+    save(asked.json, {**about, "rows": rows})
+
+
+def share_out(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Let processes measure the rows, each some that follow on each other, and put together what they leave."""
+    with tempfile.TemporaryDirectory() as name:
+        files = [Path(name) / f"{part}.json" for part in range(asked.jobs)]
+        running = []
+        for part, file in enumerate(files):
+            if rows:
+                save(file, {**about, "rows": rows})
+            own = ["--json", str(file), "--jobs", "1", "--part", str(part), str(asked.jobs)]
+            running.append(subprocess.Popen([sys.executable, *sys.argv, *own]))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+        try:
+            codes = [process.wait() for process in running]
+        except (KeyboardInterrupt, SystemExit):  # keep what was measured so far
+            for process in running:
+                process.kill()
+            codes = [process.wait() for process in running]
+        found = [row for file in files if file.exists() for row in json.loads(file.read_text("utf-8"))["rows"]]
+    keep(asked, about, rows + [row for row in found if row not in rows])
+    if any(codes):
+        raise SystemExit("some rows were not measured; the same command goes on with them")
+
+
 def main() -> None:
     """Measure every row that is not in the result file yet."""
     asked = options()
@@ -85,25 +157,15 @@ def main() -> None:
         "num_fewshot": 0,
         "allocation": asked.allocation,
         "dtype": "float32",
+        "device": asked.device,
         "calibration": CALIBRATION,
     }
     about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
-    todo = [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
-    if not todo:
-        return
-    tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in asked.names])
-    base = opened(asked)
-    for row, model in models(asked, base, todo):
-        start = time.perf_counter()
-        with ProgressBar() as progress:
-            result = modegpt.evaluate_tasks(model, base.tokenizer, tasks, asked.limit, progress=progress)
-        row["tasks"] = {task.task: figures(task) for task in result.tasks}
-        row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
-        rows.append(row)
-        print(row, flush=True)
-        rows.sort(key=itemgetter("sparsity", "solver", "seed"))
-        save(asked.json, {**about, "rows": rows})
+    if asked.jobs > 1 and missing(asked, rows):
+        share_out(asked, about, rows)
+    else:
+        measure(asked, about, rows)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Measures, in one block, what each query-key coordinate gives to the attention logits."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -83,21 +84,22 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
     last = (allowed.any(0) * torch.arange(n_tokens, device=device)).amax(1).tolist()  # key that a query may see
     parts = [slice(start, start + TOGETHER) for start in range(0, count, TOGETHER)]
 
-    per_group = dims.n_heads // dims.n_kv_heads
-    pairs = [(row, head) for row in range(len(query)) for head in range(dims.n_heads)]
-    step = max(1, CHUNK[device.type] // (count * n_tokens * dims.d_head))
-    for start in range(0, len(pairs), step):
-        rows, heads = (torch.tensor(part, device=device) for part in zip(*pairs[start : start + step], strict=True))
-        all_q, all_k = query[rows, heads], key[rows, heads // per_group]
+    # Of one row as many heads as are held at once, of several rows all: sums whose order nothing but sizes decides.
+    together = max(1, CHUNK[device.type] // (count * n_tokens * dims.d_head))
+    rows, heads = max(1, together // dims.n_heads), min(together, dims.n_heads)
+    owners = torch.arange(dims.n_heads, device=device) // (dims.n_heads // dims.n_kv_heads)
+    for row, head in itertools.product(range(0, len(query), rows), range(0, dims.n_heads, heads)):
+        here, those = slice(row, row + rows), slice(head, head + heads)
+        all_q, all_k = query[here, those], key[here][:, owners[those]]
         for part in parts:
             seen = max(last[part]) + 1
-            q, k = all_q[:, part], all_k[:, :seen]
+            q, k = all_q[:, :, part], all_k[:, :, :seen]
             scores = q @ k.mT
             if cap:
                 scores = cap * torch.tanh(scores / cap)
-            visible = allowed[rows if len(allowed) > 1 else slice(0, 1), part, :seen]
+            visible = allowed[here if len(allowed) > 1 else slice(0, 1), None, part, :seen]
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-            total.index_add_(0, heads, gram(q, k, weights, dims.rotary_dim).to(total.dtype))
+            total[those] += gram(q, k, weights, dims.rotary_dim).sum(0, dtype=total.dtype)
 
 
 def _table(table: Tensor, layout: Layout) -> Tensor:

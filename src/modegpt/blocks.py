@@ -145,7 +145,10 @@ class PrefetchedBlocks:
     def __init__(self, source: BlockSource, device: torch.device, n_layers: int) -> None:
         """Fetch nothing yet."""
         self._source, self._device, self._n_layers = source, device, n_layers
-        self._pool = ThreadPoolExecutor(1) if device.type == "cuda" else None
+        ahead = device.type == "cuda"
+        self._pool = ThreadPoolExecutor(1) if ahead else None
+        # One for all blocks: torch keeps what is freed for the stream that it was allocated in.
+        self._stream = torch.cuda.Stream(device) if ahead else None
         self._next: tuple[int, Future[nn.Module]] | None = None
 
     def take(self, index: int) -> nn.Module:
@@ -153,7 +156,7 @@ class PrefetchedBlocks:
         if self._pool is None:
             return self._source.take(index, self._device)
         ahead, self._next = self._next, None
-        block = ahead[1].result() if ahead is not None and ahead[0] == index else self._fetch(index)
+        block = self._arrived(ahead[1].result() if ahead is not None and ahead[0] == index else self._fetch(index))
         if index + 1 < self._n_layers:
             self._next = (index + 1, self._pool.submit(self._fetch, index + 1))
         return block
@@ -161,15 +164,23 @@ class PrefetchedBlocks:
     def peek(self, index: int) -> nn.Module:
         """Return a block that is still to be taken, only to be run."""
         if self._next is not None and self._next[0] == index:  # the source may have given it away for good
-            return self._next[1].result()
+            return self._arrived(self._next[1].result())
         return self._source.peek(index, self._device)
 
     def _fetch(self, index: int) -> nn.Module:
         # A stream of its own: on the default stream the copy would wait for the present block's kernels.
-        stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(stream):
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
             block = self._source.take(index, self._device)
-        stream.synchronize()
+        self._stream.synchronize()
+        return block
+
+    def _arrived(self, block: nn.Module) -> nn.Module:
+        # Else the block after next could be written over this one while its last kernels still wait to run.
+        if self._stream is not None:
+            used = torch.cuda.current_stream(self._device)
+            for tensor in (*block.parameters(), *block.buffers()):
+                tensor.record_stream(used)
         return block
 
 

@@ -106,7 +106,7 @@ class FisherProbe:
                 for part, probed in enumerate(window[self._probed].split(ROWS))
             )
             for group[:] in _grouped(parts):
-                yield torch.cat([part.states for part in group])
+                yield torch.cat([part.states.to(self._device) for part in group])
 
         def noise(logits: Tensor) -> Tensor:
             split = logits.split([len(part.states) for part in group])

@@ -1,4 +1,4 @@
-"""The hidden states between two blocks: on the host, and on disk once they outgrow a limit."""
+"""The hidden states between two blocks: on the GPU, on the host once they outgrow a limit, and then on disk."""
 
 import tempfile
 from collections.abc import Iterator
@@ -9,20 +9,28 @@ from torch import Tensor
 
 
 class HiddenStates:
-    """A list of `(batch, tokens, d_model)` tensors, the first of them in memory and the rest in files.
+    """A list of `(batch, tokens, d_model)` tensors: the first of them on a GPU, the next in memory, the rest in files.
 
     Args:
         max_bytes: memory the tensors may take; None for no limit.
         folder: where the files go, made when it is needed; by default the system's temporary folder. They vanish with
             this object.
+        device: where they are used.
+        device_bytes: of its own memory the tensors may take, where it is not the host's.
     """
 
-    def __init__(self, max_bytes: int | None = None, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        folder: Path | None = None,
+        device: torch.device | None = None,
+        device_bytes: int = 0,
+    ) -> None:
         """Start empty."""
-        self._max_bytes = max_bytes
-        self._folder = folder
+        self._max_bytes, self._folder = max_bytes, folder
+        self._device, self._device_bytes = device or torch.device("cpu"), device_bytes
         self._spill: tempfile.TemporaryDirectory[str] | None = None
-        self._bytes = 0
+        self._taken = {"device": 0, "host": 0}
         self._items: list[Tensor | tuple[Path, torch.dtype, torch.Size]] = []
 
     def __len__(self) -> int:
@@ -37,7 +45,7 @@ class HiddenStates:
 
     def another(self) -> "HiddenStates":
         """Return an empty list under the same limit."""
-        return HiddenStates(self._max_bytes, self._folder)
+        return HiddenStates(self._max_bytes, self._folder, self._device, self._device_bytes)
 
     @property
     def n_tokens(self) -> int:
@@ -51,10 +59,14 @@ class HiddenStates:
         return sum(not isinstance(item, Tensor) for item in self._items)
 
     def append(self, states: Tensor) -> None:
-        """Add a batch, in memory if it still fits under the limit."""
+        """Add a batch, on the device or in memory if it still fits under the limit there."""
         size = states.numel() * states.element_size()
-        if self._max_bytes is None or self._bytes + size <= self._max_bytes:
-            self._bytes += size
+        if self._device.type != "cpu" and self._taken["device"] + size <= self._device_bytes:
+            self._taken["device"] += size
+            self._items.append(states.to(self._device, copy=True))
+            return
+        if self._max_bytes is None or self._taken["host"] + size <= self._max_bytes:
+            self._taken["host"] += size
             self._items.append(states.to("cpu", copy=True))
             return
         if self._spill is None:

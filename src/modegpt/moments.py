@@ -57,8 +57,8 @@ every `GATES_EVERY`-th of the tokens, with `z = a ∘ up(x)`. Where only every s
 GATES_EVERY = 4
 """The moment of the gates tells which of them open together: a few thousand tokens are enough (docs/log.md)."""
 
-ENERGY_ROWS = 128
-"""Tokens whose activations are squared at once."""
+ENERGY_ROWS = {"cpu": 128, "cuda": 8192}
+"""Tokens whose activations are squared at once, by device type: as many as a processor's cache holds."""
 
 SYMMETRIC = ("mlp", "experts", "context", "gate")
 """The large second moments: their lower triangles alone are summed."""
@@ -153,9 +153,10 @@ class BlockMoments:
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
 
     def _add_energy(self, rows: Tensor) -> None:
-        """Add `Σ w z²` of all `(tokens, d_int)` rows, in parts that a processor's cache holds: that takes a quarter."""
+        """Add `Σ w z²` of all `(tokens, d_int)` rows, in parts. On a CPU small ones take a quarter."""
         weights = rows.new_ones(len(rows), dtype=torch.float32) if self.weights is None else self.weights
-        for part, weight in zip(rows.split(ENERGY_ROWS), weights.split(ENERGY_ROWS), strict=True):
+        size = ENERGY_ROWS[rows.device.type]
+        for part, weight in zip(rows.split(size), weights.split(size), strict=True):
             self.sums["mlp_energy"] += weight @ part.float().square()
 
     def update_gates(self, activations: Tensor, up: Tensor) -> None:

@@ -25,7 +25,8 @@ def versions() -> dict[str, str]:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            found[package] = "unknown"
+            # A package that is not installed, but on the path.
+            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
     return found
 
 
@@ -66,6 +67,11 @@ def peak_memory_bytes() -> int:
     """Return the largest resident size of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def free_gpu_memory_bytes(device: torch.device) -> int:
+    """Return what is free of a CUDA device's memory, in bytes; 0 on a CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def peak_gpu_memory_bytes(device: torch.device) -> int | None:

@@ -27,7 +27,7 @@ from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
-from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
+from .report import Stopwatch, budget, free_gpu_memory_bytes, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import BlockCompressor
 from .surgery import BlockOutcome, cut_modules, rounded_tensors
@@ -35,6 +35,9 @@ from .token_weights import token_weights
 
 OFFSET_PERIOD = 4096
 """Tokens after which the count of `Calibration.offsets` begins anew, whatever the size of a batch."""
+
+GPU_PART = 8
+"""Of a GPU's free memory an eighth is for hidden states; what it has no room for is on the host."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it (scores of
@@ -282,8 +285,9 @@ class Run:
 
     def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
         with self.watch.stage("embed"):
-            limit = self.config.max_host_memory
-            hidden = HiddenStates(None if limit is None else limit // streams, self.spill)
+            limit, free = self.config.max_host_memory, free_gpu_memory_bytes(self.device)
+            host = None if limit is None else limit // streams
+            hidden = HiddenStates(host, self.spill, self.device, free // (GPU_PART * streams))
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
 
     def _batch_size(self, seq_len: int) -> int:

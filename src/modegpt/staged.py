@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import tee
 
 import torch
 from torch import Tensor, nn
@@ -265,10 +266,14 @@ class BlockCompressor:
         architecture = self.source.architecture
         targets, weights = None, calibration.weights
         if dense is not None:
-            targets = iter(dense.hidden if normed is None else normed.states)
+            targets = dense.hidden if normed is None else normed.states
+            states = (each.to(self.device) for each in dense.hidden)
+            if normed is None:
+                states, targets = tee(states)  # each is moved once, for its norms and as a target
             unknown = [None] * len(dense.hidden)
-            known = zip(weights or unknown, dense.hidden, unknown if normed is None else normed.rms, strict=True)
+            known = zip(weights or unknown, states, unknown if normed is None else normed.rms, strict=True)
             weights = (weighed_by_norm(*each) for each in known)
+            targets = iter(targets)
         inside = dict(block.named_modules())
         mlps = (architecture.down, architecture.experts, architecture.shared_down)
         idle = [path for path in mlps if path and path in inside]

@@ -9,7 +9,7 @@ coordinates, and of any correction of those kept, is a quadratic form in the Gra
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import psd
 
@@ -88,10 +88,7 @@ def logit_selection(
     coefficients = torch.ones(d_head, dtype=moment.dtype, device=moment.device)
     coefficients[half:rotary_dim] = 0
     groups = moment.reshape(n_kv_heads, -1, d_head, d_head)
-    chosen = [_eliminate(group, coefficients, n_pairs, n_plain, rotary_dim, ridge) for group in groups]
-    kept = torch.stack([place for place, _ in chosen])
-    x = torch.stack([x for _, x in chosen])
-    pairs, plain = kept[:, :n_pairs], kept[:, n_pairs:]
+    pairs, plain, x = _eliminate(groups, coefficients, n_pairs, n_plain, rotary_dim, ridge)
     left = coefficients - x
     lost = torch.einsum("ghi,ghij,ghj->", left, groups, left)
     total = torch.einsum("i,ghij,j->", coefficients, groups, coefficients)
@@ -106,39 +103,53 @@ def logit_selection(
 
 def _eliminate(
     moment: Tensor, coefficients: Tensor, n_pairs: int, n_plain: int, rotary_dim: int, ridge: float
-) -> tuple[Tensor, Tensor]:
-    """Return the places kept by the query heads of one key head, pairs first, and `x`, `(heads, d_head)`."""
-    n_heads, d_head = moment.shape[:2]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the pairs and the plain places kept by each key head, and `x`, `(groups, per_group, d_head)`.
+
+    All key heads lose a place in every step, each its own: as many steps, whatever the number of heads.
+    """
+    n_groups, per_group, d_head = moment.shape[:3]
     half = rotary_dim // 2
-    scale = moment.diagonal(dim1=1, dim2=2).clamp_min(0)
-    floor = torch.finfo(moment.dtype).eps * scale.amax(1, keepdim=True)
+    scale = moment.diagonal(dim1=-2, dim2=-1).clamp_min(0)
+    floor = torch.finfo(moment.dtype).eps * scale.amax(-1, keepdim=True)
     damped = moment + torch.diag_embed(ridge * scale + torch.where(floor > 0, floor, 1))
-    inverse = torch.stack([torch.cholesky_inverse(psd.cholesky(head).lower) for head in damped])
-    x = coefficients.expand(n_heads, -1).clone()
-    pairs, plain = list(range(half)), list(range(rotary_dim, d_head))
-    while len(pairs) > n_pairs or len(plain) > n_plain:
+    # One place more, without a share in anything: it goes with each plain coordinate, so that these are pairs, too.
+    inverse = torch.eye(d_head + 1, dtype=moment.dtype, device=moment.device).repeat(n_groups, per_group, 1, 1)
+    inverse[..., :-1, :-1] = psd.inverse(damped)
+    x = nn.functional.pad(coefficients, (0, 1)).expand(n_groups, per_group, -1).clone()
+    places = torch.arange(d_head, device=moment.device)
+    rotated = places < rotary_dim
+    partner = torch.where(rotated, places + half, d_head)
+    # Of a pair its first place is what is chosen; in the group, `(n_groups, d_head)`.
+    free = (~rotated | (places < half)).repeat(n_groups, 1)
+    for _ in range(half - n_pairs + d_head - rotary_dim - n_plain):
+        enough = torch.where(rotated, (free & rotated).sum(1, keepdim=True) <= n_pairs,
+                             (free & ~rotated).sum(1, keepdim=True) <= n_plain)  # fmt: skip
         rise = _rise(inverse, x, half, rotary_dim)
-        free = (pairs if len(pairs) > n_pairs else []) + (plain if len(plain) > n_plain else [])
-        worst = free[int(rise[free].argmin())]
-        places = [worst, worst + half] if worst < half else [worst]
-        solved = torch.linalg.solve(inverse[:, places][:, :, places], inverse[:, places])
-        x = x - (x[:, None, places] @ solved)[:, 0]
-        inverse = inverse - inverse[:, :, places] @ solved
-        x[:, places] = 0
+        first = rise.masked_fill(~free | enough, torch.inf).argmin(1, keepdim=True)
+        free.scatter_(1, first, False)
+        gone = torch.cat((first, partner[first]), dim=1)[:, None].expand(-1, per_group, -1)
+        rows = inverse.gather(2, gone[..., None].expand(-1, -1, -1, d_head + 1))
+        among = rows.gather(3, gone[..., None, :].expand(-1, -1, 2, -1))
+        solved = torch.linalg.solve(among, rows)
+        x = x - (x.gather(2, gone)[..., None, :] @ solved)[..., 0, :]
+        inverse = inverse - rows.mT @ solved
+        x.scatter_(2, gone, 0)
         # A removed place must neither couple to the others nor divide by zero.
-        inverse[:, places], inverse[:, :, places] = 0, 0
-        inverse[:, places, places] = 1
-        (pairs if worst < half else plain).remove(worst)
-    return torch.tensor(pairs + plain, dtype=torch.long, device=moment.device), x
+        removed = torch.zeros_like(x, dtype=torch.bool).scatter_(2, gone, True)
+        inverse.masked_fill_(removed[..., None] | removed[..., None, :], 0)
+        inverse.diagonal(dim1=-2, dim2=-1).masked_fill_(removed, 1)
+    pairs, plain = (places.repeat(n_groups, 1)[free & kind].view(n_groups, -1) for kind in (rotated, ~rotated))
+    return pairs, plain, x[..., :-1]
 
 
 def _rise(inverse: Tensor, x: Tensor, half: int, rotary_dim: int) -> Tensor:
-    """Return `Σ_h x_pᵀ[(H⁻¹)_pp]⁻¹x_p` by place, at the first place of each pair."""
-    diagonal = inverse.diagonal(dim1=1, dim2=2)
-    single = (x.square() / diagonal).sum(0)
-    a, d = diagonal[:, :half], diagonal[:, half:rotary_dim]
-    b = inverse.diagonal(offset=half, dim1=1, dim2=2)[:, :half]
-    first, second = x[:, :half], x[:, half:rotary_dim]
+    """Return `Σ_h x_pᵀ[(H⁻¹)_pp]⁻¹x_p` by place, `(groups, d_head)`, at the first place of each pair."""
+    diagonal = inverse.diagonal(dim1=-2, dim2=-1)
+    single = (x.square() / diagonal).sum(1)[:, :-1]
+    a, d = diagonal[..., :half], diagonal[..., half:rotary_dim]
+    b = inverse.diagonal(offset=half, dim1=-2, dim2=-1)[..., :half]
+    first, second = x[..., :half], x[..., half:rotary_dim]
     pair = (d * first.square() - 2 * b * first * second + a * second.square()) / (a * d - b * b)
-    single[:half] = pair.sum(0)
+    single[:, :half] = pair.sum(1)
     return single
