@@ -157,9 +157,10 @@ def main() -> None:
         "num_fewshot": 0,
         "allocation": asked.allocation,
         "dtype": "float32",
-        "device": asked.device,
         "calibration": CALIBRATION,
     }
+    if asked.device != "cpu":
+        protocol["device"] = asked.device
     about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
     if asked.jobs > 1 and missing(asked, rows):

@@ -78,6 +78,7 @@ class CompressedAttention:
     _qk_dim: int
     _value_dim: int
     _rope_pairs: int
+    _own_window: int | None
 
     def forward(
         self,
@@ -102,9 +103,7 @@ class CompressedAttention:
             query, key = self._normalise(query, "query_norm"), self._normalise(key, "key_norm")
         if self._rope_pairs:
             assert position_embeddings is not None
-            cos, sin = self._tables(*position_embeddings)
-            query = self._rotate(query.unflatten(-2, (self._n_kv_heads, -1)), cos, sin).flatten(-3, -2)
-            key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
+            query, key = self._rotate_both(query, key, *self._tables(*position_embeddings))
         if names["rotary_first"]:
             query, key = self._normalise(query, "query_norm"), self._normalise(key, "key_norm")
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -132,10 +131,12 @@ class CompressedAttention:
             attention_mask,
             dropout=self._dropout if self.training else 0.0,
             scaling=scaling,
-            sliding_window=self._window(),
+            sliding_window=self._own_window,
             **kwargs,
         )
-        return self._leave(context[..., : self._value_dim], weights)
+        return self._leave(
+            context if context.shape[-1] == self._value_dim else context[..., : self._value_dim], weights
+        )
 
     def _leave(self, context: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection."""
@@ -211,11 +212,23 @@ class CompressedAttention:
             return None  # Qwen 2 with experts sets it in the layers that have one
         return getattr(owner, "sliding_window", None) or None
 
+    def _rotate_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate `(batch, tokens, heads, dim)` queries and keys; those of a group have the same pairs."""
+        query = query.view(*key.shape[:-1], -1, self._qk_dim)
+        key = key.unsqueeze(-2)
+        if key.shape[1] == 1 and not torch.compiler.is_compiling():
+            # To decode a token takes as long as it takes to launch its kernels: one copy saves four.
+            both = self._rotate(torch.cat((query, key), dim=-2), cos, sin)
+            query, key = both[..., :-1, :], both[..., -1:, :]
+        else:
+            query, key = self._rotate(query, cos, sin), self._rotate(key, cos, sin)
+        return query.flatten(-3, -2), key.squeeze(-2)
+
     def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `(batch, tokens, heads, queries, dim)`; each pair is multiplied with its cosine and signed sine."""
         n_rotated = 2 * self._rope_pairs
         turned = states if n_rotated == self._qk_dim else states[..., :n_rotated]
-        pairs = turned.unflatten(-1, (2, self._rope_pairs))
+        pairs = turned.view(*turned.shape[:-1], 2, self._rope_pairs)
         if self._names["upcast_rotary"]:
             pairs = pairs.float()
         # Both swap the halves; the one is faster on a single token, the other on prompts.
@@ -248,13 +261,16 @@ def _only_cache(known: tuple[Any, ...], others: dict[str, Any]) -> Any:
 
     A model that let it pass would go on without it, and write nonsense.
     """
+    found = next((cache for cache in known if cache is not None), None)
+    if found is not None:
+        return found
     unknown = [name for name, value in others.items() if isinstance(value, Cache)]
     if unknown:
         raise TypeError(
             f"transformers {transformers.__version__} hands the cache over as '{unknown[0]}', which this code does "
             f"not know: upgrade modegpt, or use transformers 5.24"
         )
-    return next((cache for cache in known if cache is not None), None)
+    return None
 
 
 def _needs_equal_dims(implementation: str, n_queries: int) -> bool:
@@ -464,6 +480,7 @@ def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int
     attention._projections = plan_projections(names, sizes, n_kv_heads if names["by_group"] else 1)
     attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
     attention._head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
+    attention._own_window = attention._window()
     attention.num_key_value_groups = n_heads // n_kv_heads  # kernels read it; not every stock class sets it
     if layer["rope_pairs"]:
         device = attention.get_submodule(names["query"]).weight.device
