@@ -232,7 +232,7 @@ def compressing_on_gpu() -> str:
         "**On a GPU.** Time to compress Llama shapes of 7 and 70 billion parameters on one "
         f"{found[0]['machine']['gpu']}:\nweights {about['weights']}, {about['tokens']} tokens, "
         f"{about['sparsity']:.0%} (`benchmarks/compress_speed.py --device cuda`).\n"
-        "There is no figure of `best` yet, nor of a trained model.\n\n" + table(header, rows)
+        "Whole runs of `best`, and of trained models, were not measured.\n\n" + table(header, rows)
     )
 
 
@@ -296,8 +296,9 @@ def _speed_on_gpu() -> str:
         f"\n\nThe same in {about['dtype']} on one {data['machine']['gpu']}, without `--compile`: a random Llama of "
         f"{first['parameters'] / 1e9:.1f} B at {first['sparsity']:.0%},\nranks rounded up to {about['round_to']}, "
         f"{about['repeats']} rounds. Where there is enough to compute, it is as much faster as it can be. Decoding so\n"
-        "few tokens, both models wait for Python to launch their kernels, and nothing is gained; `--compile`, which "
-        "replays them\nas one graph, was not measured there.\n\n" + table(header, rows)
+        "few tokens, both models wait for Python to launch their kernels, and nothing is gained; since then a "
+        "compressed model\nlaunches fewer. `--compile`, which replays them as one graph, was not measured there.\n\n"
+        + table(header, rows)
     )
 
 

@@ -13,11 +13,9 @@ it was stopped. A row takes about 20 minutes on one core. `--jobs` shares the ro
 """
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from operator import itemgetter
@@ -101,6 +99,7 @@ def measure(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[st
         return
     tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in asked.names])
     base = opened(asked)
+    base.dense.to(asked.device)
     for row, model in models(asked, base, todo):
         start = time.perf_counter()
         model.to(asked.device)
@@ -126,26 +125,39 @@ def keep(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, 
 
 
 def share_out(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Let processes measure the rows, each some that follow on each other, and put together what they leave."""
-    with tempfile.TemporaryDirectory() as name:
-        files = [Path(name) / f"{part}.json" for part in range(asked.jobs)]
-        running = []
-        for part, file in enumerate(files):
+    """Let processes measure the rows, each some that follow on each other, and put together what they leave.
+
+    They leave it beside the result, where the same command finds it, too, if it was killed.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    gather(asked, about, rows)
+    codes, running = [1], []
+    try:
+        for part in range(asked.jobs):
+            file = asked.json.with_suffix(f".part{part}.json")
             if rows:
                 save(file, {**about, "rows": rows})
             own = ["--json", str(file), "--jobs", "1", "--part", str(part), str(asked.jobs)]
             running.append(subprocess.Popen([sys.executable, *sys.argv, *own]))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-        try:
-            codes = [process.wait() for process in running]
-        except (KeyboardInterrupt, SystemExit):  # keep what was measured so far
-            for process in running:
-                process.kill()
-            codes = [process.wait() for process in running]
-        found = [row for file in files if file.exists() for row in json.loads(file.read_text("utf-8"))["rows"]]
-    keep(asked, about, rows + [row for row in found if row not in rows])
+        codes = [process.wait() for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+        gather(asked, about, rows)
     if any(codes):
         raise SystemExit("some rows were not measured; the same command goes on with them")
+
+
+def gather(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Add to the rows, and to their file, what processes left beside it."""
+    files = sorted(asked.json.parent.glob(f"{asked.json.stem}.part*.json"))
+    for file in files:
+        rows += [row for row in finished(file, about) if row not in rows]
+    if files:
+        keep(asked, about, rows)
+    for file in files:
+        file.unlink()
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ class Calibration:
     """The hidden states that enter the next block, and what every block is called with beside them."""
 
     hidden: HiddenStates
-    """One `(batch, tokens, d_model)` tensor a batch, on the host or on disk."""
+    """One `(batch, tokens, d_model)` tensor a batch, on the GPU, on the host or on disk."""
     arguments: dict[int, list[dict[str, Any]]]
     """By batch size, the keyword arguments of each layer (masks, position embeddings)."""
     weights: Sequence[Tensor] | None = None

@@ -78,7 +78,6 @@ class CompressedAttention:
     _qk_dim: int
     _value_dim: int
     _rope_pairs: int
-    _own_window: int | None
 
     def forward(
         self,
@@ -131,7 +130,7 @@ class CompressedAttention:
             attention_mask,
             dropout=self._dropout if self.training else 0.0,
             scaling=scaling,
-            sliding_window=self._own_window,
+            sliding_window=None if implementation == "sdpa" else self._window(),  # there the mask holds it
             **kwargs,
         )
         return self._leave(
@@ -217,7 +216,7 @@ class CompressedAttention:
         query = query.view(*key.shape[:-1], -1, self._qk_dim)
         key = key.unsqueeze(-2)
         if key.shape[1] == 1 and not torch.compiler.is_compiling():
-            # To decode a token takes as long as it takes to launch its kernels: one copy saves four.
+            # To decode a token takes as long as it takes to launch its kernels: a copy or two save four.
             both = self._rotate(torch.cat((query, key), dim=-2), cos, sin)
             query, key = both[..., :-1, :], both[..., -1:, :]
         else:
@@ -480,7 +479,6 @@ def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int
     attention._projections = plan_projections(names, sizes, n_kv_heads if names["by_group"] else 1)
     attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
     attention._head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
-    attention._own_window = attention._window()
     attention.num_key_value_groups = n_heads // n_kv_heads  # kernels read it; not every stock class sets it
     if layer["rope_pairs"]:
         device = attention.get_submodule(names["query"]).weight.device

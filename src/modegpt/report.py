@@ -70,8 +70,11 @@ def peak_memory_bytes() -> int:
 
 
 def free_gpu_memory_bytes(device: torch.device) -> int:
-    """Return what is free of a CUDA device's memory, in bytes; 0 on a CPU."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    """Return what is free of a CUDA device's memory, in bytes, torch's own store included; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    stored = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + stored
 
 
 def peak_gpu_memory_bytes(device: torch.device) -> int | None:

@@ -1,9 +1,9 @@
 """One block of a run: its moments are taken and its modules compressed, in one stage or in two."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import tee
 
 import torch
 from torch import Tensor, nn
@@ -264,16 +264,13 @@ class BlockCompressor:
         if not modules:
             return
         architecture = self.source.architecture
-        targets, weights = None, calibration.weights
+        weights = calibration.weights
+        wanted: deque[Tensor] = deque()  # what the dense model gives for the batch that runs
         if dense is not None:
-            targets = dense.hidden if normed is None else normed.states
-            states = (each.to(self.device) for each in dense.hidden)
-            if normed is None:
-                states, targets = tee(states)  # each is moved once, for its norms and as a target
             unknown = [None] * len(dense.hidden)
-            known = zip(weights or unknown, states, unknown if normed is None else normed.rms, strict=True)
+            known = zip(weights or unknown, self._moved(dense, wanted), normed.rms if normed else unknown, strict=True)
             weights = (weighed_by_norm(*each) for each in known)
-            targets = iter(targets)
+        outputs = iter(()) if normed is None else iter(normed.states)
         inside = dict(block.named_modules())
         mlps = (architecture.down, architecture.experts, architecture.shared_down)
         idle = [path for path in mlps if path and path in inside]
@@ -292,13 +289,20 @@ class BlockCompressor:
             # What these would give is read by nothing; without it, a block that puts out a sum gives its middle.
             stack.enter_context(at_rest(block, idle))
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
-                if targets is not None:
-                    target = next(targets).to(self.device)
+                if wanted:
+                    states = wanted.popleft()
                     if normed is None:
-                        target = (target - output) / float(architecture.mlp_factor)
-                    moments.update_target(target)
+                        moments.update_target((states - output) / float(architecture.mlp_factor))
+                    else:
+                        moments.update_target(next(outputs).to(self.device))
                 if middle is not None:
                     calibration.hidden[batch] = output
+
+    def _moved(self, dense: Calibration, onto: deque[Tensor]) -> Iterator[Tensor]:
+        """Yield the hidden states of a calibration on the device, and put them aside, too: each is moved once."""
+        for states in dense.hidden:
+            onto.append(states.to(self.device))
+            yield onto[-1]
 
     def _fits(self, calibration: Calibration, width: int, dtype: torch.dtype) -> bool:
         """Tell whether activations of a width may be kept for all tokens: not where memory is short."""

@@ -275,3 +275,11 @@ def test_what_is_not_finite_is_refused(bad):
     moment[1, 2, 2] = bad
     with pytest.raises(NotPositiveDefiniteError, match="NaN or infinity"):
         logit_selection(moment, N_KV_HEADS, 1, 1, ROTARY, 0.01)
+
+
+def test_a_moment_with_a_negative_direction_is_refused():
+    """Also where the other heads are sound: it is nobody's least-squares problem."""
+    moment = torch.eye(4, dtype=torch.float64).repeat(2, 1, 1)
+    moment[0, 0, 1] = moment[0, 1, 0] = 1.5
+    with pytest.raises(NotPositiveDefiniteError, match="negative direction"):
+        logit_selection(moment, n_kv_heads=2, n_pairs=1, n_plain=0, rotary_dim=4, ridge=0.01)

@@ -115,7 +115,8 @@ def _eliminate(
     damped = moment + torch.diag_embed(ridge * scale + torch.where(floor > 0, floor, 1))
     # One place more, without a share in anything: it goes with each plain coordinate, so that these are pairs, too.
     inverse = torch.eye(d_head + 1, dtype=moment.dtype, device=moment.device).repeat(n_groups, per_group, 1, 1)
-    inverse[..., :-1, :-1] = psd.inverse(damped)
+    inverses = [torch.cholesky_inverse(psd.cholesky(head).lower) for head in damped.flatten(0, 1)]
+    inverse[..., :-1, :-1] = torch.stack(inverses).view_as(damped)
     x = nn.functional.pad(coefficients, (0, 1)).expand(n_groups, per_group, -1).clone()
     places = torch.arange(d_head, device=moment.device)
     rotated = places < rotary_dim
