@@ -260,16 +260,14 @@ def _only_cache(known: tuple[Any, ...], others: dict[str, Any]) -> Any:
 
     A model that let it pass would go on without it, and write nonsense.
     """
-    found = next((cache for cache in known if cache is not None), None)
-    if found is not None:
-        return found
+    # Even where one is known: until transformers 5.23 a model makes an empty one beside a cache that it does not know.
     unknown = [name for name, value in others.items() if isinstance(value, Cache)]
     if unknown:
         raise TypeError(
             f"transformers {transformers.__version__} hands the cache over as '{unknown[0]}', which this code does "
             f"not know: upgrade modegpt, or use transformers 5.24"
         )
-    return None
+    return next((cache for cache in known if cache is not None), None)
 
 
 def _needs_equal_dims(implementation: str, n_queries: int) -> bool:
