@@ -9,7 +9,6 @@ model; `--extrapolate` then scales the time per layer to the full depth, and the
 
 import argparse
 import json
-import shlex
 import shutil
 import subprocess
 import sys
@@ -22,9 +21,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from modegpt.checkpoint import write_json
+from common import RESULTS, save
 
-RESULTS = Path(__file__).parent / "results"
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4},
     "1b": {
@@ -98,7 +96,7 @@ def child(options: argparse.Namespace) -> None:
         sparsity=options.sparsity, solver=options.solver[0], device=options.device, batch_size=options.batch_size
     )
     report = compress_to_folder(options.child, windows, options.child / "out", config)
-    wanted = ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "sparsity", "machine", "versions")
+    wanted = ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "sparsity")
     print(json.dumps({name: report[name] for name in wanted}))
 
 
@@ -155,11 +153,19 @@ def main() -> None:
     if options.child:
         child(options)
         return
-    rows = []
+    rows, about = (
+        [],
+        {
+            "shape": {**SHAPES[options.shape], "vocab_size": 32000},
+            "weights": f"random, {options.dtype}",
+            "tokens": f"{options.samples} x {options.seq_len}",
+            "sparsity": options.sparsity,
+            "device": options.device,
+        },
+    )
     path = options.json or RESULTS / f"compress_speed_{options.shape}_{options.device}.json"
     for n_layers in options.layers or [SHAPES[options.shape]["num_hidden_layers"]]:
         for row in measure(options, n_layers):
-            about = {name: row.pop(name) for name in ("machine", "versions")}
             rows.append(row)
             print(
                 f"{options.shape}, {n_layers} layers, {row['solver']}: {row['seconds']['total']:.1f} s, peak memory "
@@ -167,25 +173,7 @@ def main() -> None:
                 row["seconds"],
                 flush=True,
             )
-            keep(path, options, about, rows)  # now: the next row may be stopped
-
-
-def keep(path: Path, options: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Write the rows measured so far."""
-    result = {
-        "command": "python " + shlex.join(sys.argv),
-        **about,
-        "protocol": {
-            "shape": {**SHAPES[options.shape], "vocab_size": 32000},
-            "weights": f"random, {options.dtype}",
-            "tokens": f"{options.samples} x {options.seq_len}",
-            "sparsity": options.sparsity,
-            "device": options.device,
-        },
-        "rows": rows,
-    }
-    write_json(result, path)
-    print(f"wrote {path}")
+            save(path, {"protocol": about, "rows": rows})  # now: the next row may be stopped
 
 
 if __name__ == "__main__":

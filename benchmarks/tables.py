@@ -6,6 +6,7 @@ from statistics import median
 from typing import Any
 
 from readme import load, risen, table
+from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
 from zero_shot_tables import zero_shot
 
@@ -66,19 +67,6 @@ def faithful() -> str:
         "**The paper's solvers, module by module.** SmolLM2-135M-Instruct, uniform 25 % (every rank is a whole "
         f"number), {about['dtype']};\ncalibrated on {about['calibration']}; perplexity on {about['evaluation']}\n"
         "(`benchmarks/faithful.py`).\n\n" + table(["compressed", "perplexity", "of the blocks removed"], rows)
-    )
-
-
-def lean() -> str:
-    """Return the section on what compressing costs."""
-    if (data := load("lean.json")) is None:
-        return ""
-    spread = f"{min(data['ratios']):.2f} to {max(data['ratios']):.2f}"
-    about = data["protocol"]
-    return (
-        f"**What compressing costs.** With `{about['solver']}` {data['ratio_median']:.1f} times one plain forward pass "
-        f"over the same {about['tokens']} tokens,\nin one process ({spread} over {len(data['ratios'])} repeats, "
-        "`benchmarks/lean.py`). The paper reports 4 h 09 m for Llama-2 7B on one A100."
     )
 
 
@@ -178,127 +166,6 @@ def _solver_table(data: dict[str, Any]) -> str:
         f"{about['dtype']}, calibrated on {about['calibration']};\n"
         f"perplexity on {about['test']} (dense {dense:.1f}), and the rise of its logarithm\n"
         "(`benchmarks/solvers.py`).\n\n" + table(header, rows)
-    )
-
-
-def streaming() -> str:
-    """Return the section on memory and time by depth."""
-    if (data := load("compress_speed_1b_cpu.json")) is None:
-        return ""
-    about = data["protocol"]
-
-    def per_layer(row: dict[str, Any]) -> float:
-        return row["seconds"]["total"] / row["layers"]
-
-    rows = [
-        [
-            str(row["layers"]),
-            f"{row['checkpoint_bytes'] / 1e9:.2f} GB",
-            f"{row['peak_memory_bytes'] / 1e9:.2f} GB",
-            f"{row['peak_memory_share']:.0%}",
-            f"{per_layer(row) / per_layer(data['rows'][0]):.2f}",
-        ]
-        for row in data["rows"]
-    ]
-    header = ["layers", "checkpoint", "peak memory of the process", "share", "time per layer, relative"]
-    return (
-        f"**Memory does not grow with depth.** A Llama of d_model 2048 and d_int 5632, weights {about['weights']},\n"
-        f"{about['tokens']} tokens, CPU (`benchmarks/compress_speed.py --shape 1b`).\n\n" + table(header, rows)
-    )
-
-
-def compressing_on_gpu() -> str:
-    """Return the section on the time that large shapes take on a GPU."""
-    found = [data for size in ("7b", "70b") if (data := load(f"compress_speed_{size}_cuda.json"))]
-    if not found:
-        return ""
-    about, rows = found[0]["protocol"], []
-    for data in found:
-        for row in data["rows"]:
-            n_layers, memory = data["protocol"]["shape"]["num_hidden_layers"], row.get("peak_gpu_memory_bytes")
-            whole = row.get("extrapolated", {}).get("total_seconds", row["seconds"]["total"])
-            rows.append(
-                [
-                    f"{data['protocol']['shape']['hidden_size']} x {n_layers}",
-                    f"`{row['solver']}`",
-                    f"{row['layers']} of {n_layers}",
-                    f"{row['seconds']['total']:.0f} s",
-                    f"{whole / 60:.0f} min" + (", extrapolated" if row["layers"] < n_layers else ""),
-                    "" if memory is None else f"{memory / 1e9:.0f} GB",
-                ]
-            )
-    header = ["d_model x layers", "solvers", "layers measured", "time", "for all layers", "GPU memory"]
-    return (
-        "**On a GPU.** Time to compress Llama shapes of 7 and 70 billion parameters on one "
-        f"{found[0]['machine']['gpu']}:\nweights {about['weights']}, {about['tokens']} tokens, "
-        f"{about['sparsity']:.0%} (`benchmarks/compress_speed.py --device cuda`).\n"
-        "Whole runs of `best`, and of trained models, were not measured.\n\n" + table(header, rows)
-    )
-
-
-def resuming() -> str:
-    """Return the section on runs that were killed."""
-    if (data := load("kill_and_resume.json")) is None:
-        return ""
-    return (
-        f"**A killed run loses nothing.** {data['equal']} of {data['protocol']['trials']} runs killed with SIGKILL at "
-        "random moments and resumed ended with the bytes\nof an undisturbed run (`benchmarks/kill_and_resume.py`)."
-    )
-
-
-def speed() -> str:
-    """Return the section on how much faster compressed models are."""
-    if (data := load("speed_cpu.json")) is None:
-        return ""
-    about, names = data["protocol"], {"smollm2": "SmolLM2-135M"}
-    first = data["rows"][0]
-    rows = []
-    for row in data["rows"]:
-        cells = [f"{names.get(row['shape'], row['shape'])}, {row['parameters'] / 1e6:.0f} M", f"{row['sparsity']:.0%}"]
-        for task in ("decode", "prefill"):
-            told = row[task]
-            cells += [f"{told['median']:.2f} ({told['min']:.2f} to {told['max']:.2f})", f"{told['allowed']:.2f}"]
-            cells.append(f"{told['share']:.0%}")
-        rows.append(cells)
-    header = ["model", "sparsity"]
-    header += [column for task in ("decode", "prefill") for column in (f"{task}, times faster", "possible", "reached")]
-    return (
-        f"**Speed.** {about['dtype']}, {about['device'].upper()}, {about['threads']} threads, batch "
-        f"{first['batch_size']}, prompts of {first['prompt_tokens']} tokens and {first['new_tokens']} decoded;\n"
-        f"dense and compressed in turn in one process, medians of {about['repeats']} rounds (`benchmarks/speed.py`).\n"
-        "What is possible follows from the work that is left: weights read per decoded token with the head, and\n"
-        "multiply-accumulates of a prompt. Ranks are uniform; SmolLM2 is cut to them without calibration, `0.5b` is "
-        "random.\n\n" + table(header, rows) + _speed_on_gpu()
-    )
-
-
-def _speed_on_gpu() -> str:
-    if (data := load("speed_cuda.json")) is None:
-        return ""
-    about, rows = data["protocol"], []
-    for row in data["rows"]:
-        cells = [str(row["batch_size"])]
-        for task in ("decode", "prefill"):
-            told = row[task]
-            cells += [f"{told['median']:.2f} ({told['min']:.2f} to {told['max']:.2f})", f"{told['allowed']:.2f}"]
-        seconds = [f"{row['models'][name]['token_seconds'] * 1e3:.0f}" for name in ("dense", "compressed")]
-        rows.append([*cells, " and ".join(seconds) + " ms"])
-    first = data["rows"][0]
-    header = [
-        "batch",
-        "decode, times faster",
-        "possible",
-        "prefill, times faster",
-        "possible",
-        "a token, dense and not",
-    ]
-    return (
-        f"\n\nThe same in {about['dtype']} on one {data['machine']['gpu']}, without `--compile`: a random Llama of "
-        f"{first['parameters'] / 1e9:.1f} B at {first['sparsity']:.0%},\nranks rounded up to {about['round_to']}, "
-        f"{about['repeats']} rounds. Where there is enough to compute, it is as much faster as it can be. Decoding so\n"
-        "few tokens, both models wait for Python to launch their kernels, and nothing is gained; since then a "
-        "compressed model\nlaunches fewer. `--compile`, which replays them as one graph, was not measured there.\n\n"
-        + table(header, rows)
     )
 
 

@@ -89,12 +89,10 @@ def figures(task: TaskResult) -> dict[str, Any]:
     return {**{key: getattr(task, key) for key in kept}, "right": right}
 
 
-def measure(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Measure what is wanted and not among the rows yet, writing each row as it is done."""
-    todo = missing(asked, rows)
-    if asked.part:
-        part, parts = asked.part
-        todo = todo[len(todo) * part // parts : len(todo) * (part + 1) // parts]
+def measure(
+    asked: argparse.Namespace, about: dict[str, Any], todo: list[dict[str, Any]], file: Path, rows: list[dict[str, Any]]
+) -> None:
+    """Measure what is to be done, and write it to a file beside the rows that are there, each row as it is done."""
     if not todo:
         return
     tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in asked.names])
@@ -112,50 +110,41 @@ def measure(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[st
         rows.append(row)
         told = ("solver", "sparsity", "seed", "mean", "seconds")
         print({key: row[key] for key in told}, flush=True)
-        keep(asked, about, rows)
+        keep(file, about, rows)
 
 
-def missing(asked: argparse.Namespace, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
-
-
-def keep(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def keep(file: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     rows.sort(key=itemgetter("sparsity", "solver", "seed"))
-    save(asked.json, {**about, "rows": rows})
+    save(file, {**about, "rows": rows})
 
 
-def share_out(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    """Let processes measure the rows, each some that follow on each other, and put together what they leave.
-
-    They leave it beside the result, where the same command finds it, too, if it was killed.
-    """
+def share_out(asked: argparse.Namespace) -> bool:
+    """Let processes measure the rows, each some that follow on each other; tell whether all were measured."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    gather(asked, about, rows)
-    codes, running = [1], []
+    running = []
     try:
         for part in range(asked.jobs):
-            file = asked.json.with_suffix(f".part{part}.json")
-            if rows:
-                save(file, {**about, "rows": rows})
-            own = ["--json", str(file), "--jobs", "1", "--part", str(part), str(asked.jobs)]
-            running.append(subprocess.Popen([sys.executable, *sys.argv, *own]))
+            running.append(subprocess.Popen([sys.executable, *sys.argv, "--part", str(part), str(asked.jobs)]))
         codes = [process.wait() for process in running]
     finally:
         for process in running:
             process.kill()
             process.wait()
-        gather(asked, about, rows)
-    if any(codes):
-        raise SystemExit("some rows were not measured; the same command goes on with them")
+    return not any(codes)
+
+
+def part_file(asked: argparse.Namespace, part: int | str) -> Path:
+    """Return where a process leaves its rows: beside the result, so that they are found if all were killed."""
+    return asked.json.with_suffix(f".part{part}.json")
 
 
 def gather(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     """Add to the rows, and to their file, what processes left beside it."""
-    files = sorted(asked.json.parent.glob(f"{asked.json.stem}.part*.json"))
+    files = sorted(asked.json.parent.glob(part_file(asked, "*").name))
     for file in files:
-        rows += [row for row in finished(file, about) if row not in rows]
+        rows += finished(file, about)
     if files:
-        keep(asked, about, rows)
+        keep(asked.json, about, rows)
     for file in files:
         file.unlink()
 
@@ -175,10 +164,22 @@ def main() -> None:
         protocol["device"] = asked.device
     about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
-    if asked.jobs > 1 and missing(asked, rows):
-        share_out(asked, about, rows)
+    if not asked.part:
+        gather(asked, about, rows)
+    todo = [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
+    if asked.part:
+        part, parts = asked.part
+        own = todo[len(todo) * part // parts : len(todo) * (part + 1) // parts]
+        measure(asked, about, own, part_file(asked, part), [])
+    elif asked.jobs > 1 and todo:
+        try:
+            done = share_out(asked)
+        finally:
+            gather(asked, about, rows)
+        if not done:
+            raise SystemExit("some rows were not measured; the same command goes on with them")
     else:
-        measure(asked, about, rows)
+        measure(asked, about, todo, asked.json, rows)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import apart
 import modegpt
 from conformance.families import FAMILIES, Family, tokens
+from conformance.helpers import errors
 from modegpt import CompressionConfig, attention_logits, blocks, damage, moments
 from modegpt.baselines import BASELINES
 from modegpt.compress import lent
@@ -31,10 +32,6 @@ TOLERANCE = {"rtol": 1e-4, "atol": 1e-6}
 
 def known_device(name: str) -> torch.device:
     return apart.DEVICE if name == "apart" else torch.device(name)
-
-
-def errors(model: Any) -> torch.Tensor:
-    return torch.tensor([list(layer["error"].values()) for layer in model.modegpt_report["layers"]])
 
 
 def compressed(family: Family, config: CompressionConfig) -> Any:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from conformance.families import FAMILIES, Family, tokens
+from conformance.helpers import errors
 from modegpt import CompressionConfig, compress
 from modegpt.baselines import BASELINES
 from modegpt.benchmark import BenchSettings, benchmark
@@ -29,10 +30,6 @@ NEW = 8
 
 def named(*names: str) -> list[Family]:
     return [family for family in FAMILIES if family.name in names]
-
-
-def errors(model: Any) -> torch.Tensor:
-    return torch.tensor([list(layer["error"].values()) for layer in model.modegpt_report["layers"]])
 
 
 @pytest.mark.parametrize("settings", [{"solver": "paper"}, {"solver": "best"}], ids=["paper", "best"])
@@ -57,11 +54,6 @@ def test_scores_are_those_of_a_cpu(family: Family, rule: str):
     torch.testing.assert_close(here, there, rtol=2e-3, atol=1e-4)
 
 
-def save(family: Family, folder: Path) -> Path:
-    family.dense().save_pretrained(folder)
-    return folder
-
-
 class StoppedError(Exception):
     pass
 
@@ -69,7 +61,10 @@ class StoppedError(Exception):
 @pytest.mark.parametrize("place", ["streamed", "in memory", "offloaded"])
 def test_a_run_that_was_stopped_ends_with_the_same_bits(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (family,) = named("llama-grouped")
-    model: Any = str(save(family, tmp_path / "dense")) if place != "in memory" else family.dense()
+    model: Any = family.dense()
+    if place != "in memory":
+        model.save_pretrained(tmp_path / "dense")
+        model = tmp_path / "dense"
     if place == "offloaded":  # neither the GPU nor the host has room for all hidden states
         monkeypatch.setattr("modegpt.run.GPU_PART", 2**30)
     config = replace(CONFIG, max_host_memory=4096 if place == "offloaded" else None)
@@ -121,15 +116,11 @@ def test_a_compressed_model_decodes_in_a_cuda_graph():
 @pytest.mark.parametrize("method", BASELINES)
 def test_rival_methods_run(method: str):
     (family,) = named("llama-grouped")
-
-    def quiet(_stage: str, _done: int, _total: int) -> None:
-        pass
-
     shares = []
     for device in ("cuda", "cpu"):
         dense = family.dense().to(device)
         with lent(dense):
-            made = BASELINES[method].start(dense, WINDOWS, quiet)(0.34)
+            made = BASELINES[method].start(dense, WINDOWS, lambda *_: None)(0.34)
         with torch.no_grad():
             assert torch.isfinite(made.model(PROMPT.to(device), use_cache=False).logits).all()
         shares.append(made.share)

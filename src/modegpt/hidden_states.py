@@ -16,7 +16,7 @@ class HiddenStates:
         folder: where the files go, made when it is needed; by default the system's temporary folder. They vanish with
             this object.
         device: where they are used.
-        device_bytes: of its own memory the tensors may take, where it is not the host's.
+        device_bytes: of its own memory the tensors may take; 0 where it has none but the host's.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HiddenStates:
     def append(self, states: Tensor) -> None:
         """Add a batch, on the device or in memory if it still fits under the limit there."""
         size = states.numel() * states.element_size()
-        if self._device.type != "cpu" and self._taken["device"] + size <= self._device_bytes:
+        if self._taken["device"] + size <= self._device_bytes:
             self._taken["device"] += size
             self._items.append(states.to(self._device, copy=True))
             return

@@ -102,7 +102,9 @@ class CompressedAttention:
             query, key = self._normalise(query, "query_norm"), self._normalise(key, "key_norm")
         if self._rope_pairs:
             assert position_embeddings is not None
-            query, key = self._rotate_both(query, key, *self._tables(*position_embeddings))
+            cos, sin = self._tables(*position_embeddings)
+            query = self._rotate(query.view(*key.shape[:-1], -1, self._qk_dim), cos, sin).flatten(-3, -2)
+            key = self._rotate(key.unsqueeze(-2), cos, sin).squeeze(-2)
         if names["rotary_first"]:
             query, key = self._normalise(query, "query_norm"), self._normalise(key, "key_norm")
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -133,9 +135,9 @@ class CompressedAttention:
             sliding_window=None if implementation == "sdpa" else self._window(),  # there the mask holds it
             **kwargs,
         )
-        return self._leave(
-            context if context.shape[-1] == self._value_dim else context[..., : self._value_dim], weights
-        )
+        if context.shape[-1] > self._value_dim:  # padded
+            context = context[..., : self._value_dim]
+        return self._leave(context, weights)
 
     def _leave(self, context: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection."""
@@ -210,18 +212,6 @@ class CompressedAttention:
         if owner is self.config and kinds and kinds[self.layer_idx] == "full_attention":
             return None  # Qwen 2 with experts sets it in the layers that have one
         return getattr(owner, "sliding_window", None) or None
-
-    def _rotate_both(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate `(batch, tokens, heads, dim)` queries and keys; those of a group have the same pairs."""
-        query = query.view(*key.shape[:-1], -1, self._qk_dim)
-        key = key.unsqueeze(-2)
-        if key.shape[1] == 1 and not torch.compiler.is_compiling():
-            # To decode a token takes as long as it takes to launch its kernels: a copy or two save four.
-            both = self._rotate(torch.cat((query, key), dim=-2), cos, sin)
-            query, key = both[..., :-1, :], both[..., -1:, :]
-        else:
-            query, key = self._rotate(query, cos, sin), self._rotate(key, cos, sin)
-        return query.flatten(-3, -2), key.squeeze(-2)
 
     def _rotate(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate `(batch, tokens, heads, queries, dim)`; each pair is multiplied with its cosine and signed sine."""

@@ -21,7 +21,7 @@ from modegpt.surgery import compress_block, cut_modules, needed_moments
 
 from .families import Family, tokens
 
-__all__ = ["compressed_from", "densify", "greedy", "in_float64", "run_python"]
+__all__ = ["compressed_from", "densify", "errors", "greedy", "in_float64", "run_python"]
 
 
 def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]], solver: str = "best") -> Any:
@@ -47,6 +47,11 @@ def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]], sol
 def densify(family: Family, compressed: Any, dense: Any) -> Any:
     """Return a stock dense model that computes what `compressed` should."""
     return densified(family.architecture, family.dims, compressed, dense)
+
+
+def errors(compressed: Any) -> Tensor:
+    """Return the errors that the report gives, `(layers, modules)`."""
+    return torch.tensor([list(layer["error"].values()) for layer in compressed.modegpt_report["layers"]])
 
 
 @torch.no_grad()

@@ -123,11 +123,11 @@ def _eliminate(
     partner = torch.where(rotated, places + half, d_head)
     # Of a pair its first place is what is chosen; in the group, `(n_groups, d_head)`.
     free = (~rotated | (places < half)).repeat(n_groups, 1)
+    n_kept = torch.where(rotated, n_pairs, n_plain)
     for _ in range(half - n_pairs + d_head - rotary_dim - n_plain):
-        enough = torch.where(rotated, (free & rotated).sum(1, keepdim=True) <= n_pairs,
-                             (free & ~rotated).sum(1, keepdim=True) <= n_plain)  # fmt: skip
+        n_left = torch.where(rotated, *((free & kind).sum(1, keepdim=True) for kind in (rotated, ~rotated)))
         rise = _rise(inverse, x, half, rotary_dim)
-        first = rise.masked_fill(~free | enough, torch.inf).argmin(1, keepdim=True)
+        first = rise.masked_fill(~free | (n_left <= n_kept), torch.inf).argmin(1, keepdim=True)
         free.scatter_(1, first, False)
         gone = torch.cat((first, partner[first]), dim=1)[:, None].expand(-1, per_group, -1)
         rows = inverse.gather(2, gone[..., None].expand(-1, -1, -1, d_head + 1))
