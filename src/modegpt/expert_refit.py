@@ -149,8 +149,9 @@ class ExpertRefit:
         if not moment.diagonal().any():
             psd.require_finite(moment, "the moment of an expert")
             return torch.zeros_like(present)
-        found = correction(moment, cross, TARGET_RIDGE).x.mT
-        new = (present.double() + found).to(dtype).to(present.dtype)
+        # In float32: the ridge bounds the condition of the scaled moment by n + 1.
+        found = correction(moment.float(), cross.float(), TARGET_RIDGE).x.mT
+        new = (present.float() + found).to(dtype).to(present.dtype)
         change = new - present
         present.copy_(new)
         return change

@@ -37,6 +37,22 @@ def test_it_is_ridge_regression_of_the_change(seed, ridge):
 
 
 @properties
+@given(seeds, st.sampled_from([0.1, 1.0]))
+def test_the_ridge_bounds_what_float32_loses(seed, ridge):
+    z, y, down = problem(seed)
+    z[0] *= 1e4  # one token rules the moment, whose condition without a ridge is 1e8
+    exact = refit(z, y, down, ridge)
+    moment, target, energy = (each.float() for each in (z.T @ z, z.T @ y, y.square().sum()))
+    found = asymmetric_refit(moment, target, energy, down.float(), ridge)
+    # The condition of the scaled moment times the error of a factor and of the two terms of the right-hand side.
+    change = moment.diagonal().sqrt() * (found.weight.double() - exact.weight)
+    size = (moment.diagonal().sqrt() * down).norm()
+    assert change.norm() / size < 3 * RANK * torch.finfo(torch.float32).eps * (RANK + ridge) / ridge
+    # A sum of terms a thousand times as large, each rounded at 1e-7.
+    assert found.error == pytest.approx(exact.error, rel=1e-3)
+
+
+@properties
 @given(seeds)
 def test_a_target_that_the_weights_meet_leaves_them_alone(seed):
     z, _y, down = problem(seed)

@@ -52,6 +52,20 @@ def test_between_energy_and_leverage(seed):
 
 
 @properties
+@given(seeds, ridges)
+def test_the_ridge_bounds_what_float32_loses(seed, ridge):
+    z, _moment, down = problem(seed)
+    # Neurons of very different sizes, all but ruled by one token: without a ridge nothing would be left of the digits.
+    z[0] *= 1e6
+    z *= 10.0 ** torch.arange(D_INT)
+    moment = z.T @ z
+    exact, found = saliencies(moment, down, ridge), saliencies(moment.float(), down.float(), ridge)
+    # The condition of the scaled matrix times the backward error of a Cholesky factor, both at their bounds.
+    bound = D_INT * torch.finfo(torch.float32).eps * (D_INT + ridge) / ridge
+    torch.testing.assert_close(found.double(), exact, rtol=bound, atol=0)
+
+
+@properties
 @given(seeds, ranks, ridges)
 def test_keeps_the_largest_and_refits_to_them(seed, rank, ridge):
     z, moment, down = problem(seed)

@@ -15,10 +15,11 @@ def asymmetric_refit(moment: Tensor, target: Tensor, energy: Tensor, down: Tenso
     nothing. Cost: `rank³/3 + 4·rank²·d_model` operations.
 
     Args:
-        moment: `(rank, rank)` second moment `C` of the neurons that are left, float64.
-        target: `(rank, d_model)` cross moment `D`, float64.
-        energy: `Σ ‖y‖²`, a float64 scalar.
-        down: `(d_model, rank)` their columns of the down projection, `W`, float64.
+        moment: `(rank, rank)` second moment `C` of the neurons that are left.
+        target: `(rank, d_model)` cross moment `D`.
+        energy: `Σ ‖y‖²`, a scalar.
+        down: `(d_model, rank)` their columns of the down projection, `W`. All in one dtype but the energy: float64, or
+            float32, where an error below 1e-3 is not told from rounding.
         ridge: `λ > 0`, relative to each neuron's own energy.
 
     Returns:
@@ -32,7 +33,7 @@ def asymmetric_refit(moment: Tensor, target: Tensor, energy: Tensor, down: Tenso
     new = down.mT + change
     # By the normal equations C X = D − λ diag(C)(X − W): no further product with C.
     image = target - ridge * moment.diagonal()[:, None] * change
-    left = energy - 2 * (new * target).sum() + (new * image).sum()
+    left = energy - 2 * (new * target).sum(dtype=energy.dtype) + (new * image).sum(dtype=energy.dtype)
     error = (left.clamp_min(0) / energy).sqrt().item() if energy > 0 else 0.0
     return NystromResult(torch.arange(len(moment), device=moment.device), new.mT, error, 0.0, len(moment) - found)
 
@@ -43,8 +44,9 @@ def correction(moment: Tensor, cross: Tensor, ridge: float) -> psd.Solution:
     At any `λ` the residual is at most that of `δ = 0`. Cost: `rank³/3 + 2·rank²·d_model` operations.
 
     Args:
-        moment: `(rank, rank)` second moment `C = Σ z zᵀ`, float64.
-        cross: `(rank, d_model)` `Σ z rᵀ`, float64.
+        moment: `(rank, rank)` second moment `C = Σ z zᵀ`.
+        cross: `(rank, d_model)` `Σ z rᵀ`, in its dtype: float64, or float32 for a `λ` that bounds the condition,
+            `(rank + λ)/λ`.
         ridge: `λ > 0`.
 
     Returns:

@@ -20,8 +20,9 @@ def saliencies(moment: Tensor, down: Tensor, ridge: float) -> Tensor:
     of one size, that of the leverage scores. Cost: `2 d_int³/3` operations.
 
     Args:
-        moment: `(d_int, d_int)` second moment `C = Σ z zᵀ` of the down projection's input, float64.
-        down: `(d_model, d_int)` down projection `W`, float64.
+        moment: `(d_int, d_int)` second moment `C = Σ z zᵀ` of the down projection's input: float64, or float32, as the
+            ridge bounds the condition of the scaled matrix by `(d_int + μ)/μ`.
+        down: `(d_model, d_int)` down projection `W`, in its dtype.
         ridge: `μ > 0`, relative to each neuron's own energy.
     """
     size = moment.diagonal()
