@@ -75,11 +75,12 @@ def estimate(
 ) -> dict[str, Any]:
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
 
-    Memory: one block, the moment of its MLP, or of each of its experts, and two working copies of one in float64, one
+    Memory: one block, the moment of its MLP, or of each of its experts, in float64 and two working copies of one, that
     of the gates in float32, the embeddings, the hidden states. Time: two passes over the blocks, through the experts
     that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
     of a pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored)
-    rate, `3·d_int³` a layer or expert at the float64 rate. Attention scores and disk are left out, so read it as the
+    rate, `3·d_int³` a layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do
+    its copies. Attention scores and disk are left out, so read it as the
     right order, not as a promise.
     """
     dims = source.dims
@@ -95,18 +96,20 @@ def estimate(
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
     n_mlps = max(1, dims.n_experts)
     active = getattr(source.config, architecture.experts_per_token) if dims.n_experts else 1
-    memory = block * dtype.itemsize + ((n_mlps + 2) * 8 + 4) * dims.d_int**2
+    solved_in = torch.float32 if source.runs_beside(config) and not dims.n_experts else torch.float64
+    memory = block * dtype.itemsize + (n_mlps * 8 + 2 * solved_in.itemsize + 4) * dims.d_int**2
     # Of a block's parameters, those that a token does not pass are in the experts that it is not sent to.
     experts = sum(size.weight("mlp") for size in sizes if "mlp" not in size.whole)
     passed = sum(size.total for size in sizes) - experts * (n_mlps - active) // n_mlps
     passes = n_passes * 2 * passed + dims.n_layers * active * dims.d_int**2
-    fast, exact = _rate(dtype, device), _rate(torch.float64, device)
-    seconds = (n_tokens * passes + 2 * n_written * passed) / fast + dims.n_layers * n_mlps * 3 * dims.d_int**3 / exact
+    rates = {each: _rate(each, device) for each in dict.fromkeys((dtype, solved_in))}
+    seconds = (n_tokens * passes + 2 * n_written * passed) / rates[dtype]
+    seconds += dims.n_layers * n_mlps * 3 * dims.d_int**3 / rates[solved_in]
     return {
         "device_bytes": max(memory, outside * dtype.itemsize),
         "host_bytes": states,
         "seconds": seconds,
-        "basis": f"{fast / 1e9:.0f} GFLOP/s {str(dtype).removeprefix('torch.')}, {exact / 1e9:.0f} float64, measured",
+        "basis": f"measured: {_told(rates)}",
     }
 
 
@@ -155,6 +158,10 @@ def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
 def _cache_bytes(source: Source, allocation: Allocation, dtype: torch.dtype) -> dict[str, int]:
     numbers = cached_numbers(source.blocks.layers, source.architecture, source.dims, allocation.ranks)
     return {name: number * dtype.itemsize for name, number in numbers.items()}
+
+
+def _told(rates: dict[torch.dtype, float]) -> str:
+    return ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {str(dtype)[len('torch.') :]}" for dtype, rate in rates.items())
 
 
 def _rate(dtype: torch.dtype, device: torch.device) -> float:
