@@ -22,6 +22,7 @@ from .decompose.psd import all_finite
 from .distributed import Team
 from .errors import InputError, NumericalError
 from .fisher import FisherProbe, stride
+from .full_float32 import full_float32
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
@@ -66,6 +67,7 @@ class Run:
         """The dtype of the written weights."""
         return output_dtype(self.config, self.source)
 
+    @full_float32()
     def in_memory(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Run, and return all tensors of the compressed model and the report."""
         state: dict[str, Tensor] = {}
@@ -79,6 +81,7 @@ class Run:
         state |= self._other_tensors()
         return state, self.report(allocation, scores, outcomes)
 
+    @full_float32()
     def to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
         """Run, writing each layer as it is done, and return the report. Only the main process has a `partial`."""
         if partial is not None and self.team.size == 1:
@@ -129,6 +132,7 @@ class Run:
                 partial.write_tensor(name, found)
         return found
 
+    @full_float32()
     def scores(self) -> Tensor | None:
         """Scores of the dense blocks for the allocation rule, from one pass; None for a rule that needs none."""
         if self.config.allocation == "error":
