@@ -153,16 +153,14 @@ def main() -> None:
     if options.child:
         child(options)
         return
-    rows, about = (
-        [],
-        {
-            "shape": {**SHAPES[options.shape], "vocab_size": 32000},
-            "weights": f"random, {options.dtype}",
-            "tokens": f"{options.samples} x {options.seq_len}",
-            "sparsity": options.sparsity,
-            "device": options.device,
-        },
-    )
+    rows: list[dict[str, Any]] = []
+    protocol = {
+        "shape": {**SHAPES[options.shape], "vocab_size": 32000},
+        "weights": f"random, {options.dtype}",
+        "tokens": f"{options.samples} x {options.seq_len}",
+        "sparsity": options.sparsity,
+        "device": options.device,
+    }
     path = options.json or RESULTS / f"compress_speed_{options.shape}_{options.device}.json"
     for n_layers in options.layers or [SHAPES[options.shape]["num_hidden_layers"]]:
         for row in measure(options, n_layers):
@@ -173,7 +171,7 @@ def main() -> None:
                 row["seconds"],
                 flush=True,
             )
-            save(path, {"protocol": about, "rows": rows})  # now: the next row may be stopped
+            save(path, {"protocol": protocol, "rows": rows})  # now: the next row may be stopped
 
 
 if __name__ == "__main__":

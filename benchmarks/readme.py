@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from common import RESULTS
@@ -11,6 +13,20 @@ def load(name: str) -> dict[str, Any] | None:
     """Return a result file, or None if that benchmark has not been run."""
     path = RESULTS / name
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def section(name: str) -> Callable[[Callable[[dict[str, Any]], str]], Callable[[], str]]:
+    """Let a section be written from a result file; it is empty if that benchmark has not been run."""
+
+    def read(write: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+        @wraps(write)
+        def written() -> str:
+            data = load(name)
+            return "" if data is None else write(data)
+
+        return written
+
+    return read
 
 
 def risen(perplexity: float, dense: float) -> str:

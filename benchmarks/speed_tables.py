@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from readme import load, table
+from readme import load, section, table
 
 
-def speed() -> str:
+@section("speed_cpu.json")
+def speed(data: dict[str, Any]) -> str:
     """Return the section on how much faster compressed models are."""
-    if (data := load("speed_cpu.json")) is None:
-        return ""
     about, names = data["protocol"], {"smollm2": "SmolLM2-135M"}
     first = data["rows"][0]
     rows = []
@@ -34,9 +33,8 @@ def _times_faster(told: dict[str, float]) -> list[str]:
     return [f"{told['median']:.2f} ({told['min']:.2f} to {told['max']:.2f})", f"{told['allowed']:.2f}"]
 
 
-def _speed_on_gpu() -> str:
-    if (data := load("speed_cuda.json")) is None:
-        return ""
+@section("speed_cuda.json")
+def _speed_on_gpu(data: dict[str, Any]) -> str:
     about, rows = data["protocol"], []
     for row in data["rows"]:
         cells = [str(row["batch_size"])]
@@ -63,10 +61,9 @@ def _speed_on_gpu() -> str:
     )
 
 
-def lean() -> str:
+@section("lean.json")
+def lean(data: dict[str, Any]) -> str:
     """Return the section on what compressing costs."""
-    if (data := load("lean.json")) is None:
-        return ""
     spread = f"{min(data['ratios']):.2f} to {max(data['ratios']):.2f}"
     about = data["protocol"]
     return (
@@ -76,10 +73,9 @@ def lean() -> str:
     )
 
 
-def streaming() -> str:
+@section("compress_speed_1b_cpu.json")
+def streaming(data: dict[str, Any]) -> str:
     """Return the section on memory and time by depth."""
-    if (data := load("compress_speed_1b_cpu.json")) is None:
-        return ""
     about = data["protocol"]
 
     def per_layer(row: dict[str, Any]) -> float:
@@ -131,10 +127,9 @@ def compressing_on_gpu() -> str:
     )
 
 
-def resuming() -> str:
+@section("kill_and_resume.json")
+def resuming(data: dict[str, Any]) -> str:
     """Return the section on runs that were killed."""
-    if (data := load("kill_and_resume.json")) is None:
-        return ""
     return (
         f"**A killed run loses nothing.** {data['equal']} of {data['protocol']['trials']} runs killed with SIGKILL at "
         "random moments and resumed ended with the bytes\nof an undisturbed run (`benchmarks/kill_and_resume.py`)."

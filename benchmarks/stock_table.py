@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from readme import load, risen, table
+from readme import load, risen, section, table
 
 
-def stock() -> str:
+@section("stock.json")
+def stock(data: dict[str, Any]) -> str:
     """Return the section on one MLP width, and on llama.cpp."""
-    if (data := load("stock.json")) is None:
-        return ""
     about, dense, *rows = data["protocol"], *data["rows"]
     engine, uniform = about["llama_cpp"], _uniform()
     header = ["asked for", "of the blocks removed", "MLP width", "perplexity", "with `uniform`"]

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from readme import load, risen, table
+from readme import load, risen, section, table
 from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
 from zero_shot_tables import zero_shot
@@ -13,10 +13,9 @@ from zero_shot_tables import zero_shot
 ROOT = Path(__file__).parent.parent
 
 
-def headline() -> str:
+@section("solvers.json")
+def headline(data: dict[str, Any]) -> str:
     """Return what a newcomer sees first: perplexity by sparsity, of the best solvers, the paper's, and fewer layers."""
-    if (data := load("solvers.json")) is None:
-        return ""
     shares, about = (0.1, 0.2, 0.3), data["protocol"]
     methods = {
         ("best", "error"): "modegpt, `--allocation error`",
@@ -54,10 +53,9 @@ def _best_rival(shares: tuple[float, ...]) -> list[list[str]]:
     return [[name, *(f"{found[best][share]:.1f}" for share in shares)]]
 
 
-def faithful() -> str:
+@section("faithful.json")
+def faithful(data: dict[str, Any]) -> str:
     """Return the section on the paper's solvers, module by module."""
-    if (data := load("faithful.json")) is None:
-        return ""
     rows = [
         [row["modules"], f"{row['perplexity']:.2f}", f"{row['sparsity']['blocks']:.1%}" if "sparsity" in row else ""]
         for row in data["rows"]
@@ -70,10 +68,9 @@ def faithful() -> str:
     )
 
 
-def rivals() -> str:
+@section("rivals.json")
+def rivals(data: dict[str, Any]) -> str:
     """Return the section on other training-free methods."""
-    if (data := load("rivals.json")) is None:
-        return ""
     about, dense = data["protocol"], data["rows"][0]["perplexity"]
     shares, lines = sorted({row["sparsity"] for row in data["rows"][1:]}), {}
     for row in data["rows"][1:]:
@@ -90,10 +87,9 @@ def rivals() -> str:
     )
 
 
-def allocation() -> str:
+@section("allocation.json")
+def allocation(data: dict[str, Any]) -> str:
     """Return the section on the allocation rules."""
-    if (data := load("allocation.json")) is None:
-        return ""
     sparsities = sorted({row["sparsity"] for row in data["rows"]} - {0.0})
     rules = list(dict.fromkeys(row["rule"] for row in data["rows"] if row["rule"] != "dense"))
     cell = {(row["rule"], row["sparsity"]): row for row in data["rows"]}
@@ -111,17 +107,15 @@ def allocation() -> str:
     )
 
 
-def solvers() -> str:
+@section("solvers.json")
+def solvers(data: dict[str, Any]) -> str:
     """Return the section on the best solvers against the paper's, and what each costs."""
-    if (data := load("solvers.json")) is None:
-        return ""
     return f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_solver_costs(data)}"
 
 
-def other_text() -> str:
+@section("solvers_instruct.json")
+def other_text(data: dict[str, Any]) -> str:
     """Return the section on the same, calibrated on another text."""
-    if (data := load("solvers_instruct.json")) is None:
-        return ""
     return f"**The same, calibrated on another text.** {_solver_table(data)}"
 
 
@@ -169,10 +163,9 @@ def _solver_table(data: dict[str, Any]) -> str:
     )
 
 
-def gemma3() -> str:
+@section("gemma3.json")
+def gemma3(data: dict[str, Any]) -> str:
     """Return the section on Gemma 3 270M."""
-    if (data := load("gemma3.json")) is None:
-        return ""
     about, dense, *measured = data["protocol"], *data["rows"]
     methods = list(dict.fromkeys((row["solver"], row["allocation"]) for row in measured))
     cell = {((row["solver"], row["allocation"]), row["sparsity"]): row for row in measured}
@@ -226,10 +219,10 @@ def main() -> None:
     """Rewrite the README's sections."""
     path = ROOT / "README.md"
     readme = path.read_text(encoding="utf-8")
-    for name, section in SECTIONS.items():
+    for name, write in SECTIONS.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         before, after = readme.split(start)[0], readme.split(end)[1]
-        readme = f"{before}{start}\n{section()}\n{end}{after}"
+        readme = f"{before}{start}\n{write()}\n{end}{after}"
     path.write_text(readme, encoding="utf-8")
 
 

@@ -5,12 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import modegpt
+from conformance.families import FAMILIES, tokens
 from modegpt.full_float32 import full_float32
-
-WINDOWS = torch.arange(96).view(6, 16) % 32
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +20,6 @@ def usual() -> Iterator[None]:
 
 def precisions() -> list[str]:
     return [backend.fp32_precision for backend in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)]
-
-
-def tiny() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)).eval()
 
 
 by_backend = pytest.mark.skipif(
@@ -42,7 +34,7 @@ def test_a_run_takes_whole_products_and_puts_the_setting_back(allowed: str):
     before, seen = precisions(), []
     assert before[0] == "tf32"
     config = modegpt.CompressionConfig(allocation="influence")
-    modegpt.compress(tiny(), WINDOWS, config, progress=lambda *_: seen.append(precisions()))
+    modegpt.compress(FAMILIES[0].dense(), tokens(), config, progress=lambda *_: seen.append(precisions()))
     assert all(found == ["ieee", "ieee"] for found in seen)
     assert len(seen) > 3  # scores, coverage and blocks
     assert precisions() == before

@@ -16,6 +16,7 @@ from .checkpoint import write_json
 from .compress import compress, lent
 from .config import ALLOCATIONS, PRESETS, CompressionConfig
 from .errors import InputError, NumericalError
+from .full_float32 import full_float32
 from .measures import Measures, Quality
 from .measuring import seen_text
 from .models import open_model, resolve_device
@@ -176,7 +177,7 @@ class _Comparison:
             NumericalError: it has none, or its loss is NaN or infinite; names the row.
         """
         try:
-            with lent(self.dense):
+            with lent(self.dense), full_float32():
                 made = self._make(row)
             measured = self.quality.measure(made.pop("model"), self._say(row.name))
         except NumericalError as problem:

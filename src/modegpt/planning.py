@@ -80,8 +80,7 @@ def estimate(
     that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
     of a pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored)
     rate, `3·d_int³` a layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do
-    its copies. Attention scores and disk are left out, so read it as the
-    right order, not as a promise.
+    its copies. Attention scores and disk are left out, so read it as the right order, not as a promise.
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
@@ -161,7 +160,9 @@ def _cache_bytes(source: Source, allocation: Allocation, dtype: torch.dtype) -> 
 
 
 def _told(rates: dict[torch.dtype, float]) -> str:
-    return ", ".join(f"{rate / 1e9:.0f} GFLOP/s in {str(dtype)[len('torch.') :]}" for dtype, rate in rates.items())
+    return ", ".join(
+        f"{rate / 1e9:.0f} GFLOP/s in {str(dtype).removeprefix('torch.')}" for dtype, rate in rates.items()
+    )
 
 
 def _rate(dtype: torch.dtype, device: torch.device) -> float:
