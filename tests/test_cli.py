@@ -516,9 +516,10 @@ def test_nan_in_the_weights_fails_and_leaves_nothing(tiny_llama_dir: Path, small
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_program_itself(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+@pytest.mark.parametrize("start", [[Path(sys.executable).with_name("modegpt")], [sys.executable, "-m", "modegpt"]])
+def test_the_program_itself(start: list[Path | str], tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
     def program(*args: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "modegpt", *map(str, args)], capture_output=True, text=True)
+        return subprocess.run(list(map(str, [*start, *args])), capture_output=True, text=True)
 
     call = ("compress", tiny_llama_dir, "--out", tmp_path / "out", "--calibration", small_text_file, *SMALL)
     done = program(*call, "--json", "-")
@@ -529,6 +530,17 @@ def test_the_program_itself(tiny_llama_dir: Path, small_text_file: Path, tmp_pat
     assert again.stdout == ""
     assert len(again.stderr.splitlines()) == 1
     assert again.stderr.startswith("error: output folder")
+    opened = program("generate", tmp_path / "out", "--prompt", "a", "--max-new-tokens", "2")
+    assert opened.returncode == 0, opened.stderr
+
+
+@pytest.mark.parametrize("call", [["--help"], ["compress", "model", "--out", "out", "--sparsity", "2"]])
+def test_help_and_the_answer_to_a_wrong_call_wait_for_no_heavy_import(call: list[str]):
+    program = Path(sys.executable).with_name("modegpt")
+    done = subprocess.run([sys.executable, "-X", "importtime", program, *call], capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "modegpt.commands.compare" in imported
+    assert not imported & {"torch", "transformers", "matplotlib"}
 
 
 def test_an_interrupt_that_a_library_turns_into_another_error_is_still_one():

@@ -4,18 +4,21 @@ Importing this package registers the compressed classes with transformers, so th
 `AutoModelForCausalLM.from_pretrained(folder)` opens what `modegpt compress` wrote.
 """
 
-from .registration import register
-
-register()
-
-from .compress import compress  # noqa: E402
-from .config import CompressionConfig  # noqa: E402
-from .errors import InputError, MissingExtraError, ModegptError, NumericalError  # noqa: E402
-from .evaluate import perplexity  # noqa: E402
-from .export.stock import stock_model  # noqa: E402
-from .zero_shot import evaluate_tasks  # noqa: E402
+import sys
 
 __version__ = "0.1.0"
+
+if "modegpt_command" not in sys.modules:  # the program registers later, and needs none of these names
+    from .registration import register
+
+    register()
+
+    from .compress import compress
+    from .config import CompressionConfig
+    from .errors import InputError, MissingExtraError, ModegptError, NumericalError
+    from .evaluate import perplexity
+    from .export.stock import stock_model
+    from .zero_shot import evaluate_tasks
 
 __all__ = [
     "CompressionConfig",

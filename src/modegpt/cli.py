@@ -13,6 +13,7 @@ from .cli_support import (
     JSON,
     MODEL,
     OneLineErrors,
+    begin,
     check_json,
     check_plot,
     check_positive,
@@ -21,7 +22,6 @@ from .cli_support import (
     emit,
     encode,
     positions,
-    quiet,
 )
 from .commands.bench import bench
 from .commands.check import check
@@ -80,7 +80,7 @@ def compress(
 ) -> None:
     """Compress MODEL and write an ordinary checkpoint with its report."""
     check_json(json_file)
-    quiet()
+    begin()
     from .compress import compress_to_folder
     from .distributed import leave_team
     from .html_report import require_extra, write_report
@@ -121,7 +121,7 @@ def plan(
     check_json(json_file)
     if plot is not None:
         check_plot(plot, PLOTS)
-    quiet()
+    begin()
     from .allocation import score_parts
     from .planning import make_plan, plot_plan, require_plotting
     from .progress import ProgressBar
@@ -178,7 +178,7 @@ def generate(
     if not prompt:
         raise InputError("the prompt is empty; give some text to continue")
     check_json(json_file)
-    quiet()
+    begin()
     import torch
 
     from .models import open_config, open_model, open_tokenizer, resolve_device
@@ -242,7 +242,7 @@ def demo(
 ) -> None:
     """Compress, evaluate and compare a small real model, with no network: a few minutes on two cores."""
     check_json(json_file)
-    quiet()
+    begin()
     from .demo import run, tables
     from .progress import ProgressBar
 

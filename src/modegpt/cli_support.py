@@ -165,10 +165,16 @@ def console(json_file: str | None) -> Console:
     return made
 
 
-def quiet() -> None:
-    """Keep transformers' notes and bars off standard error, where this program's one line and its bar stand."""
+def begin() -> None:
+    """Bring in transformers, which then knows the compressed classes and keeps its notes off standard error.
+
+    There this program's one line and its bar stand. A command calls this when its arguments have been checked.
+    """
     from transformers.utils import logging
 
+    from .registration import register
+
+    register()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

@@ -1,5 +1,7 @@
 """Makes transformers' auto classes know the compressed models (importing a family's stock code takes about 20 ms)."""
 
+from functools import cache
+
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
@@ -10,6 +12,7 @@ HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnsw
 """Heads that are trained on a compressed model; a family has those that transformers has for it."""
 
 
+@cache
 def register() -> None:
     """Register the compressed config and model classes of every supported family; calling it again changes nothing."""
     for architecture in ARCHITECTURES.values():

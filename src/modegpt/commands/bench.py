@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ..cli_support import DEVICE, JSON, MODEL, check_json, console, dtype_name, emit, mixed_dtypes, names, quiet
+from ..cli_support import DEVICE, JSON, MODEL, begin, check_json, console, dtype_name, emit, mixed_dtypes, names
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 
@@ -35,7 +35,7 @@ def bench(
     }
     given = {name: value for name, value in given.items() if value is not None}
     check_json(json_file)
-    quiet()
+    begin()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ..benchmark import PRESETS, BenchSettings, benchmark, check_settings

@@ -4,7 +4,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..cli_support import JSON, MODEL, check_json, console, emit, quiet
+from ..cli_support import JSON, MODEL, begin, check_json, console, emit
 from ..config import CompressionConfig
 from ..errors import InputError
 
@@ -23,7 +23,7 @@ def check(
         raise InputError("--config-only runs nothing and --weights runs the model: give one of them")
     settings = CompressionConfig(sparsity=sparsity)
     check_json(json_file)
-    quiet()
+    begin()
     import torch
 
     from ..checking import Check, make_tiny, run_checks

@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, check_json, check_plot, emit, names, numbers, quiet
+from ..cli_support import JSON, MODEL, begin, check_json, check_plot, emit, names, numbers
 from ..config import CompressionConfig
 from ..errors import InputError
 from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
@@ -40,7 +40,7 @@ def compare(
     check_json(json_file)
     if plot is not None:
         _check_plot(plot, bool(data) or not tasks)
-    quiet()
+    begin()
     from ..compare import compare as run_comparison
     from ..progress import ProgressBar
 

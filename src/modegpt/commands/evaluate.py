@@ -10,6 +10,7 @@ from rich.table import Table
 from ..cli_support import (
     DEVICE,
     JSON,
+    begin,
     check_json,
     check_positive,
     console,
@@ -17,7 +18,6 @@ from ..cli_support import (
     emit,
     mixed_dtypes,
     names,
-    quiet,
 )
 from ..config import DTYPES, check_choice
 from ..errors import InputError
@@ -57,7 +57,7 @@ def evaluate(
     data = list(dict.fromkeys(data)) or ([] if tasks else [DEFAULT_DATA])
     _check(models, data, tasks, bounds)
     check_json(json_file)
-    quiet()
+    begin()
     from ..calibration import check_source, start_token
     from ..inspection import calibrated_on
     from ..measuring import common_window, open_texts, seen_text

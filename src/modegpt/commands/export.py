@@ -4,7 +4,7 @@ from pathlib import Path
 
 import typer
 
-from ..cli_support import JSON, check_json, console, emit, quiet
+from ..cli_support import JSON, begin, check_json, console, emit
 from ..config import DTYPES, check_choice
 
 PARTS = {
@@ -24,7 +24,7 @@ def export(
     """Write a compressed MODEL as its dense family's stock class, for vLLM, SGLang, llama.cpp and the like."""
     check_choice("dtype", dtype, DTYPES)
     check_json(json_file)
-    quiet()
+    begin()
     from ..export.stock import export_stock
     from ..report import protocol
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from ..cli_support import DEVICE, JSON, check_file, check_json, check_positive, console, emit, quiet
+from ..cli_support import DEVICE, JSON, begin, check_file, check_json, check_positive, console, emit
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 
@@ -39,7 +39,7 @@ def report(
     target = _target(folder, out)
     evals = [_read(path, "eval") for path in eval_files]
     bench = None if bench_file is None else _read(bench_file, "bench")
-    quiet()
+    begin()
     from ..html_report import read_run, require_extra, write_report
 
     require_extra()

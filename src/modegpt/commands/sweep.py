@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, check_json, emit, numbers, quiet
+from ..cli_support import JSON, MODEL, begin, check_json, emit, numbers
 from ..config import CompressionConfig
 from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
 from .settings import configured
@@ -34,7 +34,7 @@ def sweep(
     """Compress and measure MODEL at several sparsities; a sweep that was stopped goes on where it was."""
     shares = numbers("sparsity", sparsity)
     check_json(json_file)
-    quiet()
+    begin()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ..progress import ProgressBar
