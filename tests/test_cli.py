@@ -31,6 +31,7 @@ from modegpt.demo import model_file, tables
 from modegpt.demo import run as run_demo
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
+PROGRAM = Path(sys.executable).with_name("modegpt")
 
 
 def modegpt(*args: object) -> Result:
@@ -516,7 +517,7 @@ def test_nan_in_the_weights_fails_and_leaves_nothing(tiny_llama_dir: Path, small
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("start", [[Path(sys.executable).with_name("modegpt")], [sys.executable, "-m", "modegpt"]])
+@pytest.mark.parametrize("start", [[PROGRAM], [sys.executable, "-m", "modegpt"]])
 def test_the_program_itself(start: list[Path | str], tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
     def program(*args: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(list(map(str, [*start, *args])), capture_output=True, text=True)
@@ -534,10 +535,9 @@ def test_the_program_itself(start: list[Path | str], tiny_llama_dir: Path, small
     assert opened.returncode == 0, opened.stderr
 
 
-@pytest.mark.parametrize("call", [["--help"], ["compress", "model", "--out", "out", "--sparsity", "2"]])
-def test_help_and_the_answer_to_a_wrong_call_wait_for_no_heavy_import(call: list[str]):
-    program = Path(sys.executable).with_name("modegpt")
-    done = subprocess.run([sys.executable, "-X", "importtime", program, *call], capture_output=True, text=True)
+@pytest.mark.parametrize("call", [["--help"], ["--version"], ["compress", "model", "--out", "out", "--sparsity", "2"]])
+def test_help_versions_and_the_answer_to_a_wrong_call_wait_for_no_heavy_import(call: list[str]):
+    done = subprocess.run([sys.executable, "-X", "importtime", PROGRAM, *call], capture_output=True, text=True)
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "modegpt.commands.compare" in imported
     assert not imported & {"torch", "transformers", "matplotlib"}

@@ -33,6 +33,7 @@ from .commands.settings import configured
 from .commands.sweep import sweep
 from .config import DTYPES, CompressionConfig, check_choice, check_seed
 from .errors import InputError
+from .versions import versions
 
 PLOTS = (".png", ".svg", ".pdf")
 
@@ -48,8 +49,6 @@ app = typer.Typer(
 def _tell_version(asked: bool) -> None:
     if not asked:
         return
-    from .report import versions
-
     found = versions()
     beside = ", ".join(f"{name} {found[name]}" for name in ("torch", "transformers", "python"))
     print(f"modegpt {found['modegpt']} ({beside})")

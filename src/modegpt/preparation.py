@@ -32,9 +32,9 @@ from .models import (
     read_generation_config,
 )
 from .packed import packing, plain
-from .report import versions
 from .shards import ShardBlocks, fingerprint, open_shards
 from .text_part import about_text_part, text_part
+from .versions import versions
 
 EXPERT_STEP = 8
 """Of the width of experts: torch's grouped products take no rows but those of a multiple of 16 bytes."""

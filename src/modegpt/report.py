@@ -8,26 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from .ranks import LayerSizes
-
-PACKAGES = ("modegpt", "torch", "transformers", "safetensors", "tokenizers")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that decide a result."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            # A package that is not installed, but on the path.
-            found[package] = getattr(sys.modules.get(package), "__version__", "unknown")
-    return found
+from .versions import versions
 
 
 def machine() -> dict[str, Any]:
