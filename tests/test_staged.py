@@ -20,6 +20,7 @@ from modegpt.decompose.asymmetric import asymmetric_refit
 from modegpt.decompose.fold import folded_up, own_share
 from modegpt.decompose.nystrom import refit
 from modegpt.decompose.saliency import saliencies
+from modegpt.dense_pass import EVERY, DensePass
 from modegpt.distributed import join_team
 from modegpt.experts import run_in_turn
 from modegpt.fisher import FisherProbe
@@ -29,7 +30,7 @@ from modegpt.moments import GATES_EVERY, BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
 from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
-from modegpt.staged import EVERY, BlockCompressor
+from modegpt.staged import BlockCompressor
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.token_weights import token_weights
 
@@ -84,7 +85,8 @@ def compressed(source, calibration, ranks, config, dense=None, drifted=True, pro
 def halfway(source, calibration, ranks, config, dense=None, drifted=True, probe=None):
     """The compressed block, whether its second half alone is to run, what hands it on, and what was done."""
     block, calibration = source.blocks.take(0, CPU), calibration.copy()
-    compressor = BlockCompressor(source, config, CPU, join_team(CPU), Stopwatch(CPU), probe)
+    shared = (source, config, CPU, join_team(CPU), Stopwatch(CPU))
+    compressor = BlockCompressor(*shared, DensePass(*shared, probe))
     outcome, middle = compressor.compress(block, 0, calibration, ranks, dense, drifted)
 
     def hand_on():

@@ -9,6 +9,8 @@ are, so a neuron that goes costs `½ Σ_t z_ti² w_iᵀF_t w_i` there. Which tok
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from .architectures import Architecture
 from .architectures.access import affine
 from .blocks import BlockSource, Calibration, advance
+from .hidden_states import HiddenStates
 from .normed_outputs import through_norm
 
 DEPTH = 4
@@ -70,11 +73,17 @@ class FisherProbe:
         every: int = EVERY,
     ) -> None:
         """Take nothing yet."""
-        self._blocks, self._peek, self._n_layers, self._device = blocks, peek, n_layers, device
+        self._blocks, self.peek, self._n_layers, self._device = blocks, peek, n_layers, device
         self._numbers, self._seed = numbers.tolist(), seed
         # Not from the first token, where they are few: it may be the same in every window.
-        self._probed = slice(every - EVERY, None, every)
+        self.every, self._probed = every, slice(every - EVERY, None, every)
         self._roots: Tensor | None = None
+        self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def ready(self) -> bool:
+        """Whether the logits have been differentiated."""
+        return self._roots is not None
 
     def reaches(self, index: int) -> bool:
         """Tell whether the neurons of block `index` are chosen by this, too."""
@@ -88,18 +97,28 @@ class FisherProbe:
             index: the first of the blocks that are run.
             dense: the hidden states of this process's windows before it; they stay as they are.
 
-        Cost: at most `DEPTH` blocks; the head, forward and backward, on the probed tokens. Memory: a copy of the hidden
-        states, `ROWS` distributions a few times, and `(probed, d_model)` that stay.
+        Cost: at most `DEPTH` blocks, and `differentiate`. Memory: a copy of the hidden states, and `differentiate`.
         """
-        if self._roots is not None:
+        if self.ready:
             return
         probe = dense.copy()
         for layer in range(index, self._n_layers):
-            advance(block if layer == index else self._peek(layer), layer, probe, self._device)
+            advance(block if layer == index else self.peek(layer), layer, probe, self._device)
+        self.differentiate(probe.hidden)
+
+    def differentiate(self, hidden: HiddenStates) -> None:
+        """Differentiate the logits of the probed tokens, and add what has waited for it.
+
+        Cost: the head, forward and backward, on the probed tokens. Memory: `ROWS` distributions a few times, and
+        `(probed, d_model)` that stay.
+
+        Args:
+            hidden: the dense model's hidden states of this process's windows behind the last block.
+        """
         group: list[_Part] = []
 
         def rows() -> Iterator[Tensor]:
-            windows = (window for states in probe.hidden for window in states)
+            windows = (window for states in hidden for window in states)
             parts = (
                 _Part(((self._seed << 40) + (number << 12) + part) % 2**63, probed)
                 for number, window in zip(self._numbers, windows, strict=True)
@@ -115,10 +134,15 @@ class FisherProbe:
         pulled = self._blocks.pull_back(rows(), noise)
         roots = torch.cat([root.cpu() for root in pulled])
         self._roots = roots.view(len(self._numbers), -1, roots.shape[1])
+        while self._waiting:
+            self._waiting.pop(0)()
 
     @contextmanager
     def record(self, block: nn.Module, architecture: Architecture, dense: Calibration, total: Tensor) -> Iterator[None]:
         """While the context is open, every forward of a dense `block` adds its probed tokens to `total`.
+
+        Before the logits have been differentiated the tokens are kept, and added as soon as that is done. Memory then:
+        `(probed, d_int)`, and the block's down projection.
 
         Args:
             block: one of the last.
@@ -126,31 +150,52 @@ class FisherProbe:
             dense: this process's windows, a batch a forward.
             total: `(3, d_int)` float64: `Σ w e z²`, `Σ w e z` and `Σ w e`, with `e_ti = (g_tᵀ w_i)²`.
         """
-        assert self._roots is not None
         down = architecture.projection(block, "down")
-        roots = self._roots.split([len(states) for states in dense.hidden])
-        batches = iter(zip(roots, dense.weights or [None] * len(roots), strict=True))
+        weight = affine(down).weight
         norm = block.get_submodule(architecture.mlp_norm) if architecture.mlp_norm else None
+        weights = dense.weights or [None] * len(dense.hidden)
+        ends = list(accumulate(len(states) for states in dense.hidden))
+        batches = iter(zip([0, *ends], ends, weights, strict=False))
 
         def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            roots, weights = next(batches)
+            first, end, weights = next(batches)
 
             def probed(states: Tensor) -> Tensor:
-                return states.reshape(len(roots), -1, states.shape[-1])[:, self._probed].float()
+                each = states.reshape(end - first, -1, states.shape[-1])[:, self._probed]
+                return each.to(torch.float32, copy=True)  # of the others nothing is to be kept
 
-            z, roots = probed(inputs[0]), roots.to(output.device)
-            if norm is not None:
-                roots = through_norm(norm, probed(output), roots)
-            felt = (roots @ affine(down).weight.float()).square()
-            if weights is not None:
-                felt *= weights[:, self._probed, None].to(felt)
-            total.add_(torch.stack([(felt * z.pow(power)).sum((0, 1)) for power in (2, 1, 0)]))
+            z, normed = probed(inputs[0]), None if norm is None else probed(output)
+            add_now = partial(self._add, total, slice(first, end), weights, z, weight, norm, normed)
+            if self.ready:
+                add_now()
+            else:
+                self._waiting.append(add_now)
 
         handle = down.register_forward_hook(add)
         try:
             yield
         finally:
             handle.remove()
+
+    def _add(
+        self,
+        total: Tensor,
+        windows: slice,
+        weights: Tensor | None,
+        z: Tensor,
+        weight: Tensor,
+        norm: nn.Module | None,
+        normed: Tensor | None,
+    ) -> None:
+        """Add the probed tokens of some windows: what the down projection reads, and what a norm behind it does."""
+        assert self._roots is not None
+        roots = self._roots[windows].to(z.device)
+        if norm is not None and normed is not None:
+            roots = through_norm(norm, normed, roots)
+        felt = (roots @ weight.float()).square()
+        if weights is not None:
+            felt *= weights[:, self._probed, None].to(felt)
+        total.add_(torch.stack([(felt * z.pow(power)).sum((0, 1)) for power in (2, 1, 0)]))
 
 
 class _Part(NamedTuple):

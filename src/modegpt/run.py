@@ -19,6 +19,7 @@ from .checkpoint import compressed_config
 from .config import CompressionConfig
 from .damage import hold_out, measure_damages, trial_ranks
 from .decompose.psd import all_finite
+from .dense_pass import DensePass
 from .distributed import Team
 from .errors import InputError, NumericalError
 from .fisher import FisherProbe, stride
@@ -227,8 +228,11 @@ class Run:
         # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
-        probe = self._probe(windows, blocks.peek) if feedback else None
-        compressor = BlockCompressor(self.source, config, self.device, self.team, self.watch, probe)
+        shared = (self.source, config, self.device, self.team, self.watch)
+        dense_pass = None
+        if feedback:
+            dense_pass = DensePass(*shared, self._probe(windows, blocks.peek), allocation.ranks)
+        compressor = BlockCompressor(*shared, dense_pass)
         drifted = False
         outcomes: list[BlockOutcome] = []
         self._tell("compress", 0)

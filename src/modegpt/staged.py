@@ -13,11 +13,11 @@ from .at_rest import at_rest, attention_at_rest
 from .blocks import Calibration, advance, run_block
 from .config import CompressionConfig
 from .decompose import NotPositiveDefiniteError
+from .dense_pass import DensePass
 from .distributed import Team
 from .errors import NumericalError
 from .expert_refit import ExpertRefit
 from .experts import Routed, told
-from .fisher import FisherProbe
 from .moments import BlockMoments, record_moments
 from .normed_outputs import NormedOutputs
 from .preparation import Source, output_dtype
@@ -33,9 +33,6 @@ from .surgery import (
 )
 from .token_weights import weighed_by_norm
 
-EVERY = 3
-"""Of the dense model's tokens, every third decides what neurons tell of each other: a third of the work for their
-moment. How much each is used is told by all. In the first block, which costs most, all decide both (docs/log.md)."""
 KEPT_BYTES = 2**30
 """Activations of one block's MLP that are kept from the pass that measures to the one that hands on, where they fit."""
 
@@ -59,8 +56,8 @@ class BlockCompressor:
     device: torch.device
     team: Team
     watch: Stopwatch
-    probe: FisherProbe | None = None
-    """By which the neurons of the last blocks are chosen, too, where the dense model goes beside."""
+    dense_pass: DensePass | None = None
+    """Where the dense model goes beside."""
 
     def compress(
         self,
@@ -130,40 +127,10 @@ class BlockCompressor:
         drifted: bool,
     ) -> tuple[BlockOutcome, Middle | None]:
         source, dims = self.source, self.source.dims
-        modules = cut_modules(ranks, dims)
-        attention = self._moments([module for module in modules if module != "mlp"], block)
-        probe = None
-        if "mlp" not in modules or source.architecture.experts:
-            neurons = self._moments([module for module in modules if module == "mlp"], block)
-        else:
-            more = ["mlp_energy"] if drifted else []
-            if len(source.architecture.up) == 2:
-                more.append("gate")
-            if self.probe is not None and self.probe.reaches(index):
-                probe = self.probe
-                more.append("fisher")
-            neurons = self._moments(["mlp"], block, more, EVERY if drifted else 1)
-        normed = None
-        if "mlp" in modules and source.architecture.mlp_norm:
-            normed = NormedOutputs(dense.hidden.another())
-        with self.watch.stage("moments"), ExitStack() as stack:
-            if probe is not None:
-                probe.take(block, index, dense)
-                stack.enter_context(probe.record(block, source.architecture, dense, neurons["fisher"]))
-            if normed is not None:
-                stack.enter_context(normed.record(block, source.architecture))
-            for moments in (attention, neurons):
-                if moments.sums:
-                    by_norm, rms = moments is neurons, None if normed is None else normed.rms
-                    recorder = record_moments(
-                        block, source.architecture, dims, moments, dense.weights, by_norm, dense.offsets, rms
-                    )
-                    stack.enter_context(recorder)
-            advance(block, index, dense, self.device)
-        self._summed(attention, index)
-        self._summed(neurons, index)
-        outcome = self._decide(block, index, ranks, modules, attention, None, neurons)
-        del attention, neurons
+        assert self.dense_pass is not None
+        modules, side = cut_modules(ranks, dims), self.dense_pass.over(block, index, dense, ranks, drifted)
+        outcome, normed = self._decide(block, index, ranks, modules, side.attention, None, side.neurons), side.normed
+        del side
         if "mlp" not in modules:
             return outcome, None
         if source.architecture.experts:

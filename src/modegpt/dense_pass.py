@@ -1,0 +1,165 @@
+"""The dense model's pass over a block that is compressed beside it: it measures what chooses, and gives the target."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .blocks import Calibration, advance
+from .config import CompressionConfig
+from .distributed import Team
+from .fisher import FisherProbe
+from .hidden_states import HiddenStates
+from .moments import BlockMoments, record_moments
+from .normed_outputs import NormedOutputs
+from .preparation import Source
+from .report import Stopwatch
+from .surgery import cut_modules, needed_moments
+
+EVERY = 3
+"""Of the dense model's tokens, every third decides what neurons tell of each other: a third of the work for their
+moment. How much each is used is told by all. In the first block, which costs most, all decide both (docs/log.md)."""
+AHEAD_BYTES = 2**31
+"""What may be held of the last blocks, which are measured together where that fits: else they run twice."""
+
+
+@dataclass
+class DenseSide:
+    """What the dense model tells of one block."""
+
+    attention: BlockMoments
+    """By which query-key and value-output are compressed."""
+    neurons: BlockMoments
+    """By which the MLP's neurons are chosen."""
+    normed: NormedOutputs | None = None
+    """What the MLP puts out, where a norm follows and it is to be compressed."""
+
+
+@dataclass(frozen=True)
+class DensePass:
+    """Takes the dense model's hidden states through blocks, one after another, and measures them.
+
+    The neurons of the last blocks are chosen by what the logits feel, too, which is known when the dense model has
+    run to its end (`FisherProbe`). So where there is room for it, these blocks are measured on the way there.
+    """
+
+    source: Source
+    config: CompressionConfig
+    device: torch.device
+    team: Team
+    watch: Stopwatch
+    probe: FisherProbe | None = None
+    ranks: Sequence[dict[str, int]] = ()
+    """Of all layers, to measure those to come; without them each is measured when it is asked for."""
+    ahead: dict[int, tuple[DenseSide, HiddenStates]] = field(default_factory=dict)
+    """By layer, what was measured before it was asked for, and the hidden states behind it."""
+
+    def over(self, block: nn.Module, index: int, dense: Calibration, ranks: dict[str, int], drifted: bool) -> DenseSide:
+        """Return the moments of a dense block on the dense model's states, which become those behind it.
+
+        Args:
+            block: dense block `index`.
+            index: its layer number.
+            dense: the dense model's hidden states before it.
+            ranks: of its modules.
+            drifted: whether a block before it was compressed.
+
+        Raises:
+            NumericalError: a moment is not finite, or the logits are not.
+        """
+        with self.watch.stage("moments"):
+            if index not in self.ahead:
+                side = self._reach(block, index, dense, ranks, drifted)
+            else:
+                side, dense.hidden = self.ahead.pop(index)
+        for moments in (side.attention, side.neurons):
+            self.team.sum_moments(moments)
+            moments.check_finite(index)
+        return side
+
+    def _reach(
+        self, block: nn.Module, index: int, dense: Calibration, ranks: dict[str, int], drifted: bool
+    ) -> DenseSide:
+        """Measure a block, and with it all that follow where that is to be done, and fits."""
+        side = self._blank(block, index, ranks, drifted)
+        if self.probe is not None and "fisher" in side.neurons.sums and not self.probe.ready:
+            to_come = range(index + 1, self.source.dims.n_layers)
+            needed = (1 + len(to_come)) * self.held_bytes(side, block, dense.hidden.n_tokens)
+            # Not where memory is short. All processes do the same: they sum their moments together.
+            fits = self.config.max_host_memory is None and needed <= AHEAD_BYTES
+            if self.ranks and self.team.agree(fits):
+                self._measure(side, block, index, dense)
+                self._measure_all(dense, to_come, drifted)
+                return side
+            self.probe.take(block, index, dense)
+        self._measure(side, block, index, dense)
+        return side
+
+    def held_bytes(self, side: DenseSide, block: nn.Module, n_tokens: int) -> int:
+        """Return what is held of a block that is measured before it is asked for.
+
+        Its moments and hidden states, what a norm behind its MLP reads, and what waits for the gradients of the logits.
+        """
+        assert self.probe is not None
+        architecture, dims = self.source.architecture, self.source.dims
+        down, n_outputs = architecture.projection(block, "down").weight, bool(architecture.mlp_norm)
+        sums = (*side.attention.sums.values(), *side.neurons.sums.values())
+        states = (1 + n_outputs) * n_tokens * dims.d_model * down.element_size()
+        probed = -(-n_tokens // self.probe.every) * (dims.d_int + n_outputs * dims.d_model) * 4
+        return sum(total.nbytes for total in sums) + states + probed + down.nbytes
+
+    def _measure_all(self, dense: Calibration, to_come: range, drifted: bool) -> None:
+        """Measure all further blocks of the model, and differentiate the logits; `dense` stays as it is before them."""
+        assert self.probe is not None
+        present = dense
+        for layer in to_come:
+            present = present.copy()
+            drifted |= bool(cut_modules(self.ranks[layer - 1], self.source.dims))
+            block = self.probe.peek(layer)
+            coming = self._blank(block, layer, self.ranks[layer], drifted)
+            self._measure(coming, block, layer, present)
+            self.ahead[layer] = coming, present.hidden
+        self.probe.differentiate(present.hidden)
+
+    def _blank(self, block: nn.Module, index: int, ranks: dict[str, int], drifted: bool) -> DenseSide:
+        """Return what is to be measured of a block, of no tokens yet."""
+        modules = cut_modules(ranks, self.source.dims)
+        attention = self._moments([module for module in modules if module != "mlp"], block)
+        if "mlp" not in modules:
+            return DenseSide(attention, self._moments([], block))
+        if self.source.architecture.experts:
+            return DenseSide(attention, self._moments(["mlp"], block))
+        more = ["mlp_energy"] if drifted else []
+        if len(self.source.architecture.up) == 2:
+            more.append("gate")
+        if self.probe is not None and self.probe.reaches(index):
+            more.append("fisher")
+        return DenseSide(attention, self._moments(["mlp"], block, more, EVERY if drifted else 1))
+
+    def _moments(
+        self, modules: Sequence[str], block: nn.Module, more: Sequence[str] = (), every: int = 1
+    ) -> BlockMoments:
+        source = self.source
+        needed = needed_moments(modules, block, source.architecture, source.dims, self.config)
+        return BlockMoments.zeros(source.dims, (*needed, *more), self.device, every)
+
+    def _measure(self, side: DenseSide, block: nn.Module, index: int, dense: Calibration) -> None:
+        """Add the dense model's states, which become those behind the block."""
+        architecture = self.source.architecture
+        with ExitStack() as stack:
+            if self.probe is not None and "fisher" in side.neurons.sums:
+                stack.enter_context(self.probe.record(block, architecture, dense, side.neurons.sums["fisher"]))
+            if side.neurons.sums and architecture.mlp_norm:
+                side.normed = NormedOutputs(dense.hidden.another())
+                stack.enter_context(side.normed.record(block, architecture))
+            rms = None if side.normed is None else side.normed.rms
+            for moments in (side.attention, side.neurons):
+                if moments.sums:
+                    by_norm = moments is side.neurons
+                    recorder = record_moments(
+                        block, architecture, self.source.dims, moments, dense.weights, by_norm, dense.offsets, rms
+                    )
+                    stack.enter_context(recorder)
+            advance(block, index, dense, self.device)
