@@ -146,7 +146,7 @@ def plan(
     say(f"removed: {share['blocks']:.2%} of the decoder blocks, {share['total']:.2%} of the model")
     say(f"KV cache: {cache['dense']:,} bytes a token would become {cache['compressed']:,}")
     say(
-        f"compress would need about {cost['device_bytes'] / 2**30:.1f} GiB for a block, "
+        f"compress would need about {cost['device_bytes'] / 2**30:.1f} GiB for blocks and their moments, "
         f"{cost['host_bytes'] / 2**30:.1f} GiB for hidden states and {cost['seconds'] / 60:.1f} min ({cost['basis']})",
         markup=False,
     )

@@ -37,6 +37,24 @@ class DenseSide:
     """What the MLP puts out, where a norm follows and it is to be compressed."""
 
 
+def held_bytes(source: Source, moments: int, n_tokens: int, every: int, itemsize: int) -> int:
+    """Return what is held of a block that is measured before it is asked for.
+
+    Its moments and hidden states, what a norm behind its MLP reads, and what waits for the gradients of the logits.
+
+    Args:
+        source: of the model.
+        moments: their bytes.
+        n_tokens: of this process's windows.
+        every: so manieth token is probed.
+        itemsize: bytes of a number where blocks run.
+    """
+    dims, n_outputs = source.dims, bool(source.architecture.mlp_norm)
+    states = (1 + n_outputs) * n_tokens * dims.d_model * itemsize
+    probed = -(-n_tokens // every) * (dims.d_int + n_outputs * dims.d_model) * 4
+    return moments + states + probed + dims.d_int * dims.d_model * itemsize
+
+
 @dataclass(frozen=True)
 class DensePass:
     """Takes the dense model's hidden states through blocks, one after another, and measures them.
@@ -86,10 +104,8 @@ class DensePass:
         side = self._blank(block, index, ranks, drifted)
         if self.probe is not None and "fisher" in side.neurons.sums and not self.probe.ready:
             to_come = range(index + 1, self.source.dims.n_layers)
-            needed = (1 + len(to_come)) * self.held_bytes(side, block, dense.hidden.n_tokens)
-            # Not where memory is short. All processes do the same: they sum their moments together.
-            fits = self.config.max_host_memory is None and needed <= AHEAD_BYTES
-            if self.ranks and self.team.agree(fits):
+            # All processes do the same: they sum their moments together.
+            if self.ranks and self.team.agree(self._fit(1 + len(to_come), side, block, dense)):
                 self._measure(side, block, index, dense)
                 self._measure_all(dense, to_come, drifted)
                 return side
@@ -97,18 +113,15 @@ class DensePass:
         self._measure(side, block, index, dense)
         return side
 
-    def held_bytes(self, side: DenseSide, block: nn.Module, n_tokens: int) -> int:
-        """Return what is held of a block that is measured before it is asked for.
-
-        Its moments and hidden states, what a norm behind its MLP reads, and what waits for the gradients of the logits.
-        """
+    def _fit(self, n_blocks: int, side: DenseSide, block: nn.Module, dense: Calibration) -> bool:
+        """Tell whether so many blocks may be measured together: not where memory is short."""
         assert self.probe is not None
-        architecture, dims = self.source.architecture, self.source.dims
-        down, n_outputs = architecture.projection(block, "down").weight, bool(architecture.mlp_norm)
         sums = (*side.attention.sums.values(), *side.neurons.sums.values())
-        states = (1 + n_outputs) * n_tokens * dims.d_model * down.element_size()
-        probed = -(-n_tokens // self.probe.every) * (dims.d_int + n_outputs * dims.d_model) * 4
-        return sum(total.nbytes for total in sums) + states + probed + down.nbytes
+        itemsize = self.source.architecture.projection(block, "down").weight.element_size()
+        each = held_bytes(
+            self.source, sum(total.nbytes for total in sums), dense.hidden.n_tokens, self.probe.every, itemsize
+        )
+        return self.config.max_host_memory is None and n_blocks * each <= AHEAD_BYTES
 
     def _measure_all(self, dense: Calibration, to_come: range, drifted: bool) -> None:
         """Measure all further blocks of the model, and differentiate the logits; `dense` stays as it is before them."""

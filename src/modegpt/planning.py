@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 from .allocation import Allocation, score_parts
 from .compress import lent, prepare
 from .config import CompressionConfig
+from .dense_pass import AHEAD_BYTES, held_bytes
+from .fisher import DEPTH
+from .fisher import EVERY as PROBED_EVERY
 from .own_text import LENGTH
 from .plots import require_matplotlib
 from .preparation import Source, cached_numbers, plain_text
@@ -76,7 +79,8 @@ def estimate(
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
 
     Memory: one block, the moment of its MLP, or of each of its experts, in float64 and two working copies of one, that
-    of the gates in float32, the embeddings, the hidden states. Time: two passes over the blocks, through the experts
+    of the gates in float32, the embeddings, the hidden states, what is held of the last blocks if they are measured
+    together (`dense_pass.AHEAD_BYTES`). Time: two passes over the blocks, through the experts
     that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
     of a pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored)
     rate, `3·d_int³` a layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do
@@ -97,6 +101,11 @@ def estimate(
     active = getattr(source.config, architecture.experts_per_token) if dims.n_experts else 1
     solved_in = torch.float32 if source.runs_beside(config) and not dims.n_experts else torch.float64
     memory = block * dtype.itemsize + (n_mlps * 8 + 2 * solved_in.itemsize + 4) * dims.d_int**2
+    if source.runs_beside(config) and not dims.n_experts and config.max_host_memory is None:
+        moments = 12 * dims.d_int**2 + 8 * (dims.n_heads * dims.d_head) ** 2
+        n_blocks = min(DEPTH, dims.n_layers)
+        held = n_blocks * held_bytes(source, moments, n_tokens, PROBED_EVERY, dtype.itemsize)
+        memory += held if held <= AHEAD_BYTES else 0
     # Of a block's parameters, those that a token does not pass are in the experts that it is not sent to.
     experts = sum(size.weight("mlp") for size in sizes if "mlp" not in size.whole)
     passed = sum(size.total for size in sizes) - experts * (n_mlps - active) // n_mlps
