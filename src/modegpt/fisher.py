@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -154,11 +154,11 @@ class FisherProbe:
         weight = affine(down).weight
         norm = block.get_submodule(architecture.mlp_norm) if architecture.mlp_norm else None
         weights = dense.weights or [None] * len(dense.hidden)
-        ends = list(accumulate(len(states) for states in dense.hidden))
-        batches = iter(zip([0, *ends], ends, weights, strict=False))
+        ends = accumulate((len(states) for states in dense.hidden), initial=0)
+        batches = iter(zip(pairwise(ends), weights, strict=True))
 
         def add(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            first, end, weights = next(batches)
+            (first, end), weights = next(batches)
 
             def probed(states: Tensor) -> Tensor:
                 each = states.reshape(end - first, -1, states.shape[-1])[:, self._probed]
