@@ -21,7 +21,7 @@ BESIDE = [
     for family in FAMILIES
     if family.architecture.adds_mlp and not family.dims.n_experts and "mlp" not in family.whole_in(0)
 ]
-ROOM = {"room": 2**31, "no room": 0}
+ROOM, NO_ROOM = 2**31, 0
 
 
 def measured(family: Family, monkeypatch, room: int, **settings) -> tuple[dict[str, Tensor], list[int]]:
@@ -45,8 +45,8 @@ def measured(family: Family, monkeypatch, room: int, **settings) -> tuple[dict[s
 @pytest.mark.parametrize("family", BESIDE, ids=lambda family: family.name)
 def test_what_is_measured_together_is_what_is_measured_one_by_one(family: Family, depth: int, monkeypatch):
     monkeypatch.setattr(fisher, "DEPTH", depth)
-    together, once = measured(family, monkeypatch, ROOM["room"])
-    apart, more = measured(family, monkeypatch, ROOM["no room"])
+    together, once = measured(family, monkeypatch, ROOM)
+    apart, more = measured(family, monkeypatch, NO_ROOM)
     assert together.keys() == apart.keys()
     assert all(torch.equal(together[name], apart[name]) for name in together)
     assert sorted(once) == list(range(family.dims.n_layers))  # each once
@@ -54,7 +54,7 @@ def test_what_is_measured_together_is_what_is_measured_one_by_one(family: Family
 
 
 def test_where_memory_is_short_nothing_is_held(monkeypatch):
-    _, passed = measured(BESIDE[0], monkeypatch, ROOM["room"], max_host_memory=10**9)
+    _, passed = measured(BESIDE[0], monkeypatch, ROOM, max_host_memory=10**9)
     assert len(passed) > BESIDE[0].dims.n_layers
 
 

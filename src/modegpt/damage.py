@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from .blocks import Calibration, advance
 from .config import MODULES, CompressionConfig
 from .distributed import Team
-from .moments import BlockMoments, record_moments
+from .moments import record_moments
 from .own_text import ROWS
 from .preparation import Source
 from .ranks import LayerSizes, trial_rank
-from .surgery import compress_block, needed_moments
+from .surgery import blank_moments, compress_block
 
 HELD_TOKENS = 1024
 """Tokens of text, and of what the model writes, on which damage is measured; at most a quarter of the text's windows.
@@ -157,11 +157,10 @@ def _narrow_blocks(
 ) -> Iterator[tuple[int, nn.Module]]:
     """Take a block's moments, and yield copies with one of the `own` modules compressed, and its place in `MODULES`."""
     architecture, dims = source.architecture, source.dims
-    moments = BlockMoments.zeros(dims, needed_moments([*ranks], block, architecture, dims, config), device)
+    moments = blank_moments([*ranks], block, architecture, dims, config, device)
     with record_moments(block, architecture, dims, moments, seen.weights):
         advance(block, index, seen, device)
-    team.sum_moments(moments)
-    moments.check_finite(index)
+    team.sum_moments(moments, index)
     for module in own:
         narrow = copy.deepcopy(block)
         chosen = {**dims.full_ranks, module: ranks[module]}

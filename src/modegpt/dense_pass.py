@@ -16,7 +16,7 @@ from .moments import BlockMoments, record_moments
 from .normed_outputs import NormedOutputs
 from .preparation import Source
 from .report import Stopwatch
-from .surgery import cut_modules, needed_moments
+from .surgery import blank_moments, cut_modules
 
 EVERY = 3
 """Of the dense model's tokens, every third decides what neurons tell of each other: a third of the work for their
@@ -93,8 +93,7 @@ class DensePass:
             else:
                 side, dense.hidden = self.ahead.pop(index)
         for moments in (side.attention, side.neurons):
-            self.team.sum_moments(moments)
-            moments.check_finite(index)
+            self.team.sum_moments(moments, index)
         return side
 
     def _reach(
@@ -138,25 +137,21 @@ class DensePass:
 
     def _blank(self, block: nn.Module, index: int, ranks: dict[str, int], drifted: bool) -> DenseSide:
         """Return what is to be measured of a block, of no tokens yet."""
-        modules = cut_modules(ranks, self.source.dims)
-        attention = self._moments([module for module in modules if module != "mlp"], block)
-        if "mlp" not in modules:
-            return DenseSide(attention, self._moments([], block))
-        if self.source.architecture.experts:
-            return DenseSide(attention, self._moments(["mlp"], block))
-        more = ["mlp_energy"] if drifted else []
-        if len(self.source.architecture.up) == 2:
-            more.append("gate")
-        if self.probe is not None and self.probe.reaches(index):
-            more.append("fisher")
-        return DenseSide(attention, self._moments(["mlp"], block, more, EVERY if drifted else 1))
+        architecture, modules = self.source.architecture, cut_modules(ranks, self.source.dims)
+        more, every = [], 1
+        if "mlp" in modules and not architecture.experts:
+            if drifted:
+                more, every = ["mlp_energy"], EVERY
+            if len(architecture.up) == 2:
+                more.append("gate")
+            if self.probe is not None and self.probe.reaches(index):
+                more.append("fisher")
 
-    def _moments(
-        self, modules: Sequence[str], block: nn.Module, more: Sequence[str] = (), every: int = 1
-    ) -> BlockMoments:
-        source = self.source
-        needed = needed_moments(modules, block, source.architecture, source.dims, self.config)
-        return BlockMoments.zeros(source.dims, (*needed, *more), self.device, every)
+        def blank(of: Sequence[str], more: Sequence[str] = (), every: int = 1) -> BlockMoments:
+            return blank_moments(of, block, architecture, self.source.dims, self.config, self.device, more, every)
+
+        attention = blank([module for module in modules if module != "mlp"])
+        return DenseSide(attention, blank([module for module in modules if module == "mlp"], more, every))
 
     def _measure(self, side: DenseSide, block: nn.Module, index: int, dense: Calibration) -> None:
         """Add the dense model's states, which become those behind the block."""

@@ -41,14 +41,19 @@ class Team:
             raise InputError(f"{len(windows)} calibration sequences cannot be split over {self.size} processes")
         return windows[self.rank :: self.size]
 
-    def sum_moments(self, moments: BlockMoments) -> None:
-        """Add the moments of all processes, in place: afterwards every process decomposes the same sums."""
-        if self.size == 1 or not moments.sums:
-            return
-        for total in moments.sums.values():
-            self.sum_(total)
-        device = next(iter(moments.sums.values())).device  # NCCL sums what is on its GPU
-        moments.n_tokens = self.sum_(torch.tensor([moments.n_tokens], dtype=torch.float64, device=device)).item()
+    def sum_moments(self, moments: BlockMoments, layer: int) -> None:
+        """Add the moments of all processes, in place: afterwards every process decomposes the same sums.
+
+        Raises:
+            NumericalError: a sum is not finite; names the layer and the matrix.
+            LostRankError: one of the processes is gone.
+        """
+        if self.size > 1 and moments.sums:
+            for total in moments.sums.values():
+                self.sum_(total)
+            device = next(iter(moments.sums.values())).device  # NCCL sums what is on its GPU
+            moments.n_tokens = self.sum_(torch.tensor([moments.n_tokens], dtype=torch.float64, device=device)).item()
+        moments.check_finite(layer)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Add a tensor over all processes, in place.

@@ -24,9 +24,9 @@ from .preparation import Source, output_dtype
 from .report import Stopwatch
 from .surgery import (
     BlockOutcome,
+    blank_moments,
     compress_block,
     cut_modules,
-    needed_moments,
     refit_down,
     round_weights,
     stages,
@@ -83,17 +83,17 @@ class BlockCompressor:
         if dense is not None:
             return self._beside(block, index, calibration, ranks, dense, drifted)
         outcome, middle = None, None
-        for modules in stages(ranks, self.source.architecture, self.source.dims, self.config) or [()]:
-            if outcome is not None and self.source.architecture.adds_mlp:
+        architecture, dims = self.source.architecture, self.source.dims
+        for modules in stages(ranks, architecture, dims, self.config) or [()]:
+            if outcome is not None and architecture.adds_mlp:
                 # All but the MLP is final: what follows it must be what the written weights give.
-                architecture = self.source.architecture
                 mlp = (*architecture.up, architecture.down, architecture.experts)
                 round_weights(block, architecture, output_dtype(self.config, self.source), besides=mlp)
                 middle = Middle()
-            moments = self._moments(modules, block)
+            moments = blank_moments(modules, block, architecture, dims, self.config, self.device)
             with self.watch.stage("moments"):
                 self._measure(block, index, calibration, modules, moments, middle)
-            self._summed(moments, index)
+            self.team.sum_moments(moments, index)
             outcome = self._decide(block, index, ranks, modules, moments, outcome)
             del moments
         assert outcome is not None
@@ -146,7 +146,7 @@ class BlockCompressor:
         middle = None if source.architecture.parallel else Middle()
         with self.watch.stage("moments"):
             self._measure(block, index, calibration, ("mlp",), moments, middle, dense, normed)
-        self._summed(moments, index)
+        self.team.sum_moments(moments, index)
         with self.watch.stage("decompose"):
             outcome = refit_down(block, Layout.dense(source.architecture, dims), moments, index, outcome, drifted)
         return outcome, middle
@@ -182,17 +182,6 @@ class BlockCompressor:
             except NotPositiveDefiniteError as problem:
                 raise NumericalError(f"layer {index}, mlp: {problem}") from problem
         return replace(outcome, error={**outcome.error, "mlp": error}), Middle(sent=refit.sent)
-
-    def _moments(
-        self, modules: Sequence[str], block: nn.Module, more: Sequence[str] = (), every: int = 1
-    ) -> BlockMoments:
-        source = self.source
-        needed = needed_moments(modules, block, source.architecture, source.dims, self.config)
-        return BlockMoments.zeros(source.dims, (*needed, *more), self.device, every)
-
-    def _summed(self, moments: BlockMoments, index: int) -> None:
-        self.team.sum_moments(moments)
-        moments.check_finite(index)
 
     def _decide(
         self,

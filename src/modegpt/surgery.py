@@ -73,6 +73,21 @@ def needed_moments(
     return tuple(dict.fromkeys(names))
 
 
+def blank_moments(
+    modules: Sequence[str],
+    block: nn.Module,
+    architecture: Architecture,
+    dims: Dimensions,
+    config: CompressionConfig,
+    device: torch.device,
+    more: Sequence[str] = (),
+    every: int = 1,
+) -> BlockMoments:
+    """Return what the solvers of these modules read, and `more` moments, of no tokens; `every` as in `BlockMoments`."""
+    needed = needed_moments(modules, block, architecture, dims, config)
+    return BlockMoments.zeros(dims, (*needed, *more), device, every)
+
+
 @torch.no_grad()
 def compress_block(
     block: nn.Module,
