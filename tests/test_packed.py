@@ -1,4 +1,4 @@
-"""Checkpoints with 8-bit weights: unpacked as they are streamed, to what transformers makes of them."""
+"""Checkpoints with 8-bit and 4-bit weights: unpacked as they are streamed, to what transformers makes of them."""
 
 import json
 import shutil
@@ -10,12 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Mxfp4Config,
+)
 
 import modegpt
 from modegpt import CompressionConfig, InputError
 from modegpt.models import open_model
-from modegpt.packed import unpack
+from modegpt.packed import FOURS, unpack, unpack_fours
 from modegpt.preparation import open_source
 from test_cli import assert_refused
 from test_cli import modegpt as command
@@ -166,6 +173,85 @@ def test_experts_in_8_bits(small_text: str, tmp_path: Path):
         gate, up, down = (meant[inside.format(expert, part)] for part in ("w1", "w3", "w2"))
         assert torch.equal(mixture.gate_up_proj[expert], torch.cat((gate, up)))
         assert torch.equal(mixture.down_proj[expert], down)
+
+
+def in_fours(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantize `(experts, inputs, rows)` as gpt-oss is: return blocks, scales, and what they mean."""
+    blocks = weight.mT.unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).log2().floor() - 2  # so that the largest is 4 to 8 times its power
+    levels = torch.tensor(FOURS)
+    nearest = (blocks.abs()[..., None] / exponents.exp2()[..., None, None] - levels).abs().argmin(-1)
+    codes = (nearest + 8 * (blocks < 0)).to(torch.uint8)
+    meant = levels[nearest] * blocks.sign() * exponents.exp2()[..., None]
+    return codes[..., ::2] + 16 * codes[..., 1::2], (exponents + 127).to(torch.uint8), meant.flatten(-2).mT
+
+
+def gpt_oss(folder: Path) -> None:
+    """Write `dense`, its experts rounded to 4 bits, and the same as `packed`."""
+    config = GptOssConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config)
+    packed_tensors = {}
+    for name, weight in model.state_dict().items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, scales, meant = in_fours(weight)
+            weight.copy_(meant)
+            packed_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        else:
+            packed_tensors[name] = weight
+    model.save_pretrained(folder / "dense")
+    shutil.copytree(folder / "dense", folder / "packed")
+    save_file(packed_tensors, folder / "packed" / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "packed" / "config.json").read_text())
+    about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (folder / "packed" / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+
+
+def test_experts_in_4_bits(tmp_path: Path):
+    gpt_oss(tmp_path)
+    own = open_model(str(tmp_path / "packed"), torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "packed", dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    meant = load_file(tmp_path / "dense" / "model.safetensors")
+    assert own.state_dict().keys() == theirs.state_dict().keys() == meant.keys()
+    for name, tensor in meant.items():
+        assert torch.equal(own.get_parameter(name), tensor), name
+        assert torch.equal(theirs.get_parameter(name), tensor), name
+    windows, config, written = torch.randint(0, 100, (8, 64)), CompressionConfig(sparsity=0.3), {}
+    for name in ("packed", "dense"):
+        out = tmp_path / f"{name}-30"
+        modegpt.compress(str(tmp_path / name), windows, config, out=out)
+        written[name] = {f: (out / f).read_bytes() for f in ("model.safetensors", "config.json")}
+        warnings = json.loads((out / "report.json").read_text())["warnings"]
+        assert any("stored in 4 bits, were unpacked" in line for line in warnings) == (name == "packed")
+    assert written["packed"] == written["dense"]
+
+
+def test_4_bits_without_a_word_in_the_config_are_refused(tmp_path: Path):
+    gpt_oss(tmp_path)
+    shutil.copy(tmp_path / "dense" / "config.json", tmp_path / "packed" / "config.json")
+    with pytest.raises(InputError, match="in 4 bits, and its config does not say"):
+        open_source(str(tmp_path / "packed"), CPU)
+    with pytest.raises(InputError, match="in 4 bits, and its config does not say"):
+        open_model(str(tmp_path / "packed"), torch.float32)
+
+
+def test_scales_of_4_bits_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match="have scales of shape"):
+        unpack_fours(
+            torch.zeros(2, 3, 4, 16, dtype=torch.uint8), torch.zeros(2, 3, 5, dtype=torch.uint8), torch.float32
+        )
 
 
 def test_the_language_model_of_a_multimodal_checkpoint_in_8_bits(tmp_path: Path):

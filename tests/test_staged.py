@@ -403,6 +403,8 @@ def with_attention(family: Family, implementation: str):
 def test_logits_are_measured_with_the_models_own_attention(family: Family, implementation: str, monkeypatch):
     if family.architecture.softcap and implementation == "sdpa":
         pytest.skip("torch's kernel has no cap: transformers drops it")
+    if family.architecture.sinks and implementation == "sdpa":
+        pytest.skip("torch's kernel has no sinks: transformers refuses it")
     ids = tokens(rows=3, length=FIRST + QUERIES)  # every position after the first ones is measured
     expected = with_attention(family, "eager")(ids, output_attentions=True, use_cache=False).attentions
     model = with_attention(family, implementation)
@@ -422,15 +424,23 @@ def test_logits_are_measured_with_the_models_own_attention(family: Family, imple
         total = torch.zeros(dims.n_heads, dims.d_head, dims.d_head, dtype=torch.float64)
         with torch.no_grad(), record_logits(block, layout, total):
             model(ids, use_cache=False)
+        own, sinks = expected[index][:, :, FIRST:], None
+        if family.architecture.sinks:
+            # They come last, a key of features 0 with what the keys leave of the softmax.
+            sinks = getattr(block.get_submodule(family.architecture.attention), family.architecture.sinks)
+            sunk, seen = torch.cat([part[..., -1:] for part in seen], dim=2), [part[..., :-1] for part in seen]
+            torch.testing.assert_close(sunk, 1 - own.sum(-1, keepdim=True), rtol=1e-3, atol=1e-5)
         # Neighbouring queries come together, with the keys up to the last that one of them sees.
         padded = [functional.pad(part, (0, ids.shape[1] - part.shape[-1])) for part in seen]
         weights = torch.cat(padded, dim=2)
-        own = expected[index][:, :, FIRST:]
         # float32 scores of size ten or so, in another order of sums.
         torch.testing.assert_close(weights, own, rtol=1e-3, atol=1e-5)
         if not family.architecture.softcap:
             # The shares add up to the logits: their variance is that of the log of the attention.
             logs = torch.where(own > 0, own.double().log(), 0)
+            if sinks is not None:
+                level = sunk.double().log() - sinks.detach().double()[:, None, None]  # the log of the sum
+                logs, own = functional.pad(torch.where(own > 0, logs - level, 0), (0, 1)), torch.cat((own, sunk), -1)
             spread = (own * (logs - (own * logs).sum(-1, keepdim=True)).square()).sum((0, 2, 3))
             c = torch.ones(dims.d_head, dtype=torch.float64)
             c[layout.dims.rotary_dim // 2 : layout.dims.rotary_dim] = 0

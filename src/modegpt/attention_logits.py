@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from .architectures.access import Layout
 from .decompose.logits import gram
@@ -81,6 +82,7 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
         query = query * query_growth(attention.config, architecture.query_growth, arguments["position_ids"][:, places])
     allowed = _allowed(arguments.get("attention_mask"), places, n_tokens)
     cap = getattr(attention, architecture.softcap, None) if architecture.softcap else None
+    sinks = getattr(attention, architecture.sinks).float()[:, None, None] if architecture.sinks else None
     last = (allowed.any(0) * torch.arange(n_tokens, device=device)).amax(1).tolist()  # key that a query may see
     parts = [slice(start, start + TOGETHER) for start in range(0, count, TOGETHER)]
 
@@ -98,7 +100,12 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
             if cap:
                 scores = cap * torch.tanh(scores / cap)
             visible = allowed[here if len(allowed) > 1 else slice(0, 1), None, part, :seen]
-            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~visible, -torch.inf)
+            if sinks is not None:
+                # A sink is a key of a fixed logit: none of its features changes.
+                scores = torch.cat((scores, sinks[those].expand(*scores.shape[:-1], 1)), dim=-1)
+                k = functional.pad(k, (0, 0, 0, 1))
+            weights = scores.softmax(-1)
             total[those] += gram(q, k, weights, dims.rotary_dim).sum(0, dtype=total.dtype)
 
 

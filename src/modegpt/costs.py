@@ -125,7 +125,8 @@ def cache_bytes(cache: Any) -> int:
 def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int], dict[nn.Module, int]]]:
     """Collect the MACs of every linear layer that runs in the context, but for the head, and what experts leave idle.
 
-    Fused experts hold `(experts, out, in)` parameters and are called with the experts of each token, `(tokens, k)`.
+    Fused experts hold parameters of three dims, the first of them the experts, and in some families biases of two, and
+    are called with the experts of each token, `(tokens, k)`.
     """
     counted: list[int] = []
     idle: dict[nn.Module, int] = {}
@@ -138,11 +139,10 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
         chosen = next((x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point()), None)
         if chosen is not None:
             weights = list(module.parameters(recurse=False))
-            one = sum(weight.numel() // len(weight) for weight in weights)
-            counted.append(chosen.numel() * one)
-            idle[module] = (len(weights[0]) - chosen.shape[-1]) * one
+            counted.append(chosen.numel() * sum(weight[0].numel() for weight in weights if weight.ndim == 3))
+            idle[module] = (len(weights[0]) - chosen.shape[-1]) * sum(weight[0].numel() for weight in weights)
 
-    fused = [m for m in model.modules() if (own := [*m.parameters(recurse=False)]) and all(p.ndim == 3 for p in own)]
+    fused = [m for m in model.modules() if any(p.ndim == 3 and len(p) > 1 for p in m.parameters(recurse=False))]
     linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
     handles = [module.register_forward_hook(count) for module in linears]
     handles += [module.register_forward_hook(count_experts) for module in fused]

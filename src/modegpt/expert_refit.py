@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .architectures.fused import weights_of
 from .decompose import psd
 from .decompose.asymmetric import correction
 from .distributed import Team
@@ -100,7 +101,7 @@ class ExpertRefit:
         Raises:
             NotPositiveDefiniteError: a state is not finite.
         """
-        n_experts = len(self._experts.down_proj)
+        n_experts = len(weights_of(self._experts)[1])
         size = -(-n_experts // GROUPS)
         for start in range(0, n_experts, size):
             group = range(n_experts)[start : start + size]
@@ -129,7 +130,7 @@ class ExpertRefit:
 
     def _measure(self, group: range) -> tuple[Tensor, Tensor]:
         """Return, for each expert of a group, `M` and `Σ w g z rᵀ`: `(experts, n, n)` and `(experts, n, d_model)`."""
-        _, d_model, width = self._experts.down_proj.shape
+        _, d_model, width = weights_of(self._experts)[1].shape
         moments = self._wanted.new_zeros(len(group), width, width)
         crosses = self._wanted.new_zeros(len(group), width, d_model)
         batches = zip(self._passes(group), self._routing, self._residuals(), self._weights, strict=True)
@@ -145,7 +146,7 @@ class ExpertRefit:
 
     def _change(self, number: int, moment: Tensor, cross: Tensor, dtype: torch.dtype) -> Tensor:
         """Refit one expert, and return by what its down projection changed."""
-        present = self._experts.down_proj[number]
+        present = weights_of(self._experts)[1][number]
         if not moment.diagonal().any():
             psd.require_finite(moment, "the moment of an expert")
             return torch.zeros_like(present)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from .architectures.fused import biases_of, weights_of
 from .forwards import forwards
 
 
@@ -45,13 +46,14 @@ def routed(
         shares: `(tokens, k)`.
         among: the experts that are asked for; None for all.
     """
+    weights, bias = weights_of(experts)[0], biases_of(experts)[0]
     slots = chosen.mT.flatten()  # first choices first, as the stock modules go: so their products are the same
-    counts = slots.bincount(minlength=len(experts.down_proj))
+    counts = slots.bincount(minlength=len(weights))
     for number, own in enumerate(slots.argsort(stable=True).split(counts.tolist())):
         if len(own) and (among is None or number in among):
             places = own % len(chosen)
-            activations = experts._apply_gate(functional.linear(states[places], experts.gate_up_proj[number]))
-            yield Routed(number, places, shares.mT.flatten()[own, None], activations)
+            read = _linear(states[places], weights[number], None if bias is None else bias[number])
+            yield Routed(number, places, shares.mT.flatten()[own, None], experts._apply_gate(read))
 
 
 @torch.no_grad()
@@ -61,11 +63,18 @@ def combined(experts: Any, sent: Sequence[Routed], states: Tensor) -> Tensor:
     These are the operations of the stock module's own forward, in its order, where it runs one expert after another
     (`in_turn`), and so its numbers, bit by bit.
     """
-    total = torch.zeros_like(states)
+    total, weights, bias = torch.zeros_like(states), weights_of(experts)[1], biases_of(experts)[1]
     for each in sent:
-        given = functional.linear(each.activations, experts.down_proj[each.number]) * each.shares
+        own = None if bias is None else bias[each.number]
+        given = _linear(each.activations, weights[each.number], own) * each.shares
         total.index_add_(0, each.places, given.to(total.dtype))
     return total
+
+
+def _linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # The bias by itself, as in the stock modules: in half precision one sum would round otherwise.
+    product = functional.linear(states, weight)
+    return product if bias is None else product + bias
 
 
 Watcher = Callable[[Tensor, Tensor, Tensor, list[Routed]], None]

@@ -47,6 +47,7 @@ ATTENTION_DEFAULTS = {
     "upcast_rotary": False,
     "query_growth": "",
     "scaling": "scaling",
+    "sinks": "",
     "softcap": "",
     "dropout": "attention_dropout",
     "output_dropout": "",
@@ -124,6 +125,8 @@ class CompressedAttention:
             query, key, value = _pad(query, key, value, _equal_dim(key.shape[-1], value.shape[-1], self._head_dim))
         if names["softcap"]:
             kwargs["softcap"] = getattr(self, names["softcap"])
+        if names["sinks"]:
+            kwargs["s_aux"] = getattr(self, names["sinks"])
         context, weights = attend(
             self,
             query,
@@ -195,7 +198,7 @@ class CompressedAttention:
 
     def _copies_the_cache(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
         """Whether SDPA would do so to decode one token: for dims of keys and values that differ, or a group."""
-        if query.shape[-2] != 1 or self.training or self._names["softcap"]:
+        if query.shape[-2] != 1 or self.training or self._names["softcap"] or self._names["sinks"]:
             return False
         if mask is not None and mask.shape[1] != 1:
             return False
@@ -489,14 +492,31 @@ def shrink_mlp(block: nn.Module, architecture: dict[str, Any], width: int) -> No
 
 
 def shrink_experts(experts: Any, width: int) -> None:
-    """Narrow every expert of a mixture, fused as `(experts, 2·width, d_model)` and `(experts, d_model, width)`."""
-    gate_up, down = experts.gate_up_proj, experts.down_proj
-    if down.shape[-1] == width:
+    """Narrow every expert of a mixture, fused as `(experts, 2·width, d_model)` and `(experts, d_model, width)`.
+
+    Or, in some families, with the last two swapped, with a gate and its up side by side, and with biases: transformers
+    notes these on the module.
+    """
+    by_input, in_turn = getattr(experts, "is_transposed", False), not getattr(experts, "is_concatenated", True)
+    if experts.down_proj.shape[1 if by_input else 2] == width:
         return
-    kept = gate_up.unflatten(1, (2, -1))[:, :, :width].flatten(1, 2)
-    experts.gate_up_proj = nn.Parameter(kept.detach().clone(), requires_grad=gate_up.requires_grad)
-    experts.down_proj = nn.Parameter(down[..., :width].detach().clone(), requires_grad=down.requires_grad)
-    experts.intermediate_dim = width
+
+    def narrow(name: str, dim: int, both: bool) -> None:
+        old = getattr(experts, name)
+        if both:  # gates and ups
+            kept = old.unflatten(dim, (-1, 2) if in_turn else (2, -1)).narrow(dim + (not in_turn), 0, width)
+            kept = kept.flatten(dim, dim + 1)
+        else:
+            kept = old.narrow(dim, 0, width)
+        setattr(experts, name, nn.Parameter(kept.detach().clone(), requires_grad=old.requires_grad))
+
+    narrow("gate_up_proj", 2 if by_input else 1, both=True)
+    narrow("down_proj", 1 if by_input else 2, both=False)
+    if getattr(experts, "gate_up_proj_bias", None) is not None:
+        narrow("gate_up_proj_bias", 1, both=True)
+    for name in ("intermediate_dim", "intermediate_size"):
+        if hasattr(experts, name):
+            setattr(experts, name, width)
 
 
 def plan_projections(names: dict[str, Any], sizes: dict[str, int], groups: int) -> list[tuple[str, Any, Any]]:

@@ -176,8 +176,8 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     """Load a dense or compressed causal language model in evaluation mode; of a multimodal one its language model.
 
     Args:
-        name: hub name, folder or `.gguf` file. Quantized weights of the latter are unpacked; 8-bit floats of a
-            supported family are, too (`packed`).
+        name: hub name, folder or `.gguf` file. Quantized weights of the latter are unpacked; floats of 8 or 4
+            bits of a supported family are, too (`packed`).
         dtype: of the weights in memory; `auto` keeps the stored one, float32 on a CPU.
         device: where to put the model.
 
@@ -234,7 +234,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
 
 
 def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model whose weights are in 8 bits, unpacked as in a run.
+    """Load a model whose weights are in 8 or 4 bits, unpacked as in a run.
 
     transformers leaves some formats packed, and takes blocks that do not divide a weight to be smaller than they are.
     """
@@ -242,7 +242,9 @@ def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: to
     config.dtype = dtype
     shards = "it is a file" if folder is None else open_shards(folder, config, dtype, torch.device("cpu"), packed)
     if isinstance(shards, str) or folder is None:
-        raise InputError(f"weights in 8 bits are unpacked tensor by tensor, and this model cannot be read so: {shards}")
+        raise InputError(
+            f"weights in {packed.bits} bits are unpacked tensor by tensor, and this model cannot be read so: {shards}"
+        )
     model = assemble(type(shards.model), config, shards.whole())
     model.config._name_or_path = name
     model.generation_config = read_generation_config(folder, model)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,8 +1,12 @@
-"""Checkpoints whose weights are stored in 8-bit floating point: unpacked tensor by tensor, as they are read.
+"""Checkpoints whose weights are stored in 8-bit or 4-bit floating point: unpacked tensor by tensor, as they are read.
 
 A weight `q` stands beside a scale `s`, and means `s q`: one scale for all of it, one for each row, or one for each
 block of it, `weight_block_size` rows by columns (DeepSeek-V3 technical report, 2024, section 3.3), of which the last
 ones may be smaller. Scales of activations play no part: nothing is computed in 8 bits here.
+
+The experts of gpt-oss are in 4 bits, 32 inputs of a row to a scale, as OCP's Microscaling Formats Specification 1.0
+(2023) calls `MXFP4`. For a weight `X` the files have `X_blocks`, two numbers a byte, the lower half first, and
+`X_scales`.
 """
 
 import copy
@@ -20,6 +24,12 @@ PLAIN = ("F64", "F32", "BF16", "F16")
 """And those of weights that mean what they say."""
 SCALES = {"fp8": ("_scale_inv", "_scale"), "compressed-tensors": ("_scale",), "fbgemm_fp8": ("_scale",)}
 """What may follow the name of a weight in the name of its scale, by `quant_method`."""
+FOUR_BITS = "mxfp4"
+"""The `quant_method` of weights in 4 bits."""
+BLOCKS = ("_blocks", "_scales")
+"""What follows the name of such a weight."""
+FOURS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""What the lower three bits of such a number mean (E2M1); the fourth is its sign."""
 
 
 class Packing(NamedTuple):
@@ -29,6 +39,8 @@ class Packing(NamedTuple):
     """What may follow the name of a weight in the name of its scale."""
     block: tuple[int, int] | None
     """Rows and columns that share a scale; None where all do, or all of a row."""
+    bits: int = 8
+    """Of a number, 8 or 4."""
 
     def scale_of(self, name: str, dtype: str, stored: Collection[str]) -> str | None:
         """Return the name of the scale of a tensor; None of one that is not packed.
@@ -57,7 +69,11 @@ def packing(config: Any) -> Packing | None:
     """
     about = quantization(config)
     method = about.get("quant_method")
-    if getattr(config, "modegpt", None) or not isinstance(method, str) or method not in SCALES:
+    if getattr(config, "modegpt", None) or not isinstance(method, str):
+        return None
+    if method == FOUR_BITS:
+        return Packing((), None, bits=4)
+    if method not in SCALES:
         return None
     known, block = about.get("expert_dtype", "fp8") == "fp8", about.get("weight_block_size")
     if method == "compressed-tensors":
@@ -138,3 +154,28 @@ def unpack(packed: Tensor, scale: Tensor, block: tuple[int, int] | None) -> Tens
     for strip, own in zip(weight.split(block[0]), scale, strict=True):
         strip.mul_(own.repeat_interleave(block[1])[:columns])
     return weight
+
+
+def unpack_fours(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `2^(scale − 127) q` for each number `q`, `(experts, inputs, rows)`, exact in float32 and in bfloat16.
+
+    One expert after another: beside the result there is one of them in float32.
+
+    Args:
+        blocks: `(experts, rows, inputs / 32, 16)` bytes.
+        scales: `(experts, rows, inputs / 32)` bytes.
+        dtype: of the result.
+
+    Raises:
+        ValueError: the scales have another shape.
+    """
+    if blocks.ndim != 4 or scales.shape != blocks.shape[:3]:
+        raise ValueError(f"blocks of shape {tuple(blocks.shape)} have scales of shape {tuple(scales.shape)}")
+    n_experts, n_rows, n_blocks, n_bytes = blocks.shape
+    values = torch.tensor(FOURS + tuple(-value for value in FOURS))
+    result = torch.empty(n_experts, 2 * n_bytes * n_blocks, n_rows, dtype=dtype)
+    for target, own, exponents in zip(result, blocks, scales, strict=True):
+        halves = torch.stack((own & 15, own >> 4), dim=-1).flatten(-2)
+        numbers = torch.ldexp(values[halves.int()], exponents[..., None].int() - 127)
+        target.copy_(numbers.flatten(1).mT)
+    return result

@@ -88,8 +88,8 @@ def dense_config_of(name: str) -> tuple[Any, list[str]]:
     """Return the config of a hub name's, folder's or file's language model, unpacked, and what a result says of it."""
     outer = outer_config(name)
     said, notes = text_part(outer), about_text_part(outer)
-    if packing(said) is not None:
-        notes.append("its weights are in 8 bits, by the config, and were unpacked as they were read")
+    if (packed := packing(said)) is not None:
+        notes.append(f"its weights are in {packed.bits} bits, by the config, and were unpacked as they were read")
     return plain(said), notes
 
 
@@ -160,7 +160,11 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         if isinstance(opened, ShardBlocks) and folder is not None:
             blocks, identity = opened, fingerprint(opened.files)
             generation_config = read_generation_config(folder, opened.model)
-            notes = ["its weights, stored in 8 bits, were unpacked as they were read"] if opened.packed else []
+            notes = (
+                [f"its weights, stored in {opened.packed} bits, were unpacked as they were read"]
+                if opened.packed
+                else []
+            )
         else:
             loaded = open_model(name, dtype)  # which refuses packed ones
             config.tie_word_embeddings = loaded.config.tie_word_embeddings

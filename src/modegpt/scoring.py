@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .architectures import Architecture
 from .architectures.access import affine
+from .architectures.fused import weights_of
 from .distributed import Team
 from .experts import Routed, watched
 from .importance import InfluenceMeter, outlier_ratio
@@ -106,7 +107,7 @@ class OutlierScorer:
         weights = [affine(linear).weight for linear in linears]
         n_linears = len(weights)
         if mixture is not None:
-            weights += [matrix for pair in zip(mixture.gate_up_proj, mixture.down_proj, strict=True) for matrix in pair]
+            weights += [matrix for pair in zip(*weights_of(mixture), strict=True) for matrix in pair]
         squares = [weight.new_zeros(weight.shape[1], dtype=torch.float64) for weight in weights]
 
         def add_rows(place: int, rows: Tensor) -> None:

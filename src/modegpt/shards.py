@@ -18,7 +18,7 @@ from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError, refused
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
-from .packed import FLOATS, PLAIN, Packing, unpack
+from .packed import BLOCKS, FLOATS, PLAIN, Packing, unpack, unpack_fours
 from .safetensors_merge import Entry, read_header
 from .text_part import names_in_files
 
@@ -59,7 +59,7 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
     """Return why a checkpoint cannot be streamed (`model` is its skeleton, `layers` its blocks), or None if it can.
 
     Raises:
-        InputError: a weight is stored as something else than numbers of 16 bits or more, or 8-bit floats.
+        InputError: a weight is stored as something else than numbers of 16 bits or more, or floats of 8 or 4.
     """
     if not files:
         return "it has no safetensors files"
@@ -71,20 +71,23 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
         stored, shape = _stored_names(name, files, model), list(wanted[name].shape)
         if len(stored) > 1:
             shape = [shape[0] * shape[1] // len(stored), shape[2]]
-        if not stored or any(files[each].shape != shape for each in stored):
+        if not stored or any(_meant_shape(each, files) != shape for each in stored):
             return f"its shards store '{name}' under another name or shape"
-        if wanted[name].is_floating_point() and (kind := files[stored[0]].dtype) not in (*PLAIN, *FLOATS):
+        fours = _in_blocks(stored[0], files)
+        if not fours and wanted[name].is_floating_point() and (kind := files[stored[0]].dtype) not in (*PLAIN, *FLOATS):
             raise InputError(f"the checkpoint has '{stored[0]}' as {kind}: give it in 16 or 32 bits, or 8-bit floats")
     return None
 
 
 def check_packing(files: dict[str, Entry], packing: Packing | None) -> None:
-    """Raise `InputError` unless it is known what every weight in 8 bits means."""
+    """Raise `InputError` unless it is known what every weight in 8 or 4 bits means."""
     for name, entry in files.items():
+        bits = 4 if _in_blocks(name, files) else 8
+        if packing is None and (bits == 4 or entry.dtype in FLOATS):
+            said = f"the checkpoint has '{name}' in {bits} bits"
+            raise InputError(f"{said}, and its config does not say how it is quantized")
         if packing is not None:
             packing.scale_of(name, entry.dtype, files)
-        elif entry.dtype in FLOATS:
-            raise InputError(f"the checkpoint has '{name}' in 8 bits, and its config does not say how it is quantized")
 
 
 def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype, packing: Packing | None) -> bool:
@@ -110,7 +113,7 @@ def open_shards(
         config: of the dense model, unpacked; it learns where the files untie what it ties.
         dtype: to run in.
         device: where embeddings are looked up.
-        packing: of weights in 8 bits.
+        packing: of weights in 8 or 4 bits.
 
     Raises:
         InputError: a file is broken, or it is not known what a weight means.
@@ -135,7 +138,7 @@ class ShardBlocks:
         layers: the skeleton's blocks.
         dtype: to run in.
         device: where embeddings are looked up.
-        packing: of weights in 8 bits.
+        packing: of weights in 8 or 4 bits.
     """
 
     def __init__(
@@ -226,9 +229,10 @@ class ShardBlocks:
             module._parameters[key] = nn.Parameter(tensor, requires_grad=False)
 
     @property
-    def packed(self) -> bool:
-        """Whether weights are stored in 8 bits."""
-        return any(entry.dtype in FLOATS for entry in self.files.values())
+    def packed(self) -> int:
+        """In how many bits packed weights are stored, 8 or 4; 0 where none are."""
+        fours = any(_in_blocks(name, self.files) for name in self.files)
+        return 4 if fours else 8 * any(entry.dtype in FLOATS for entry in self.files.values())
 
     def whole(self) -> dict[str, Tensor]:
         """Return all tensors of the model, on the CPU, in the dtypes to run in."""
@@ -250,6 +254,8 @@ class ShardBlocks:
     def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor in a dtype, or as it is stored; what is stored apart is never in another one as a whole."""
         stored = _stored_names(name, self.files, self.model)
+        if _in_blocks(stored[0], self.files):
+            return _read_fours(self.files, stored[0], dtype or torch.bfloat16)
         if len(stored) == 1:
             tensor = _read(self.files, stored[0], self._packing)
             return tensor if dtype is None else tensor.to(dtype)
@@ -300,6 +306,30 @@ def _read(files: dict[str, Entry], name: str, packing: Packing | None) -> Tensor
         raise InputError(f"'{name}' cannot be unpacked: {problem}") from problem
 
 
+def _in_blocks(name: str, files: dict[str, Entry]) -> bool:
+    """Whether a stored tensor is a weight in 4 bits, without its scales."""
+    blocks, scales = BLOCKS
+    return name.endswith(blocks) and name.removesuffix(blocks) + scales in files and files[name].dtype == "U8"
+
+
+def _meant_shape(name: str, files: dict[str, Entry]) -> list[int]:
+    """Return the shape of a weight when it is unpacked."""
+    shape = files[name].shape
+    if not _in_blocks(name, files) or len(shape) != 4:
+        return shape
+    n_experts, n_rows, n_blocks, n_bytes = shape
+    return [n_experts, 2 * n_bytes * n_blocks, n_rows]
+
+
+def _read_fours(files: dict[str, Entry], name: str, dtype: torch.dtype) -> Tensor:
+    blocks, scales = BLOCKS
+    scale = _read(files, name.removesuffix(blocks) + scales, None)
+    try:
+        return unpack_fours(_read(files, name, None), scale, dtype)
+    except ValueError as problem:
+        raise InputError(f"'{name}' cannot be unpacked: {problem}") from problem
+
+
 def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
     """Return the name under which a shard holds a tensor: checkpoints of a base model leave out its prefix.
 
@@ -318,8 +348,9 @@ def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
 
 def _stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
     """Return the names under which shards hold a tensor: one; of fused experts those of each, in order; or none."""
-    if (found := _stored_name(name, stored, model)) is not None:
-        return [found]
+    for end in ("", BLOCKS[0]):
+        if (found := _stored_name(name + end, stored, model)) is not None:
+            return [found]
     architecture = architecture_of(model.config)
     block, _, key = name.partition(architecture.experts or name)
     gate, up, down = architecture.expert_files

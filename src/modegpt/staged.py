@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures.access import Layout
+from .architectures.fused import width_of
 from .at_rest import at_rest, attention_at_rest
 from .blocks import Calibration, advance, run_block
 from .config import CompressionConfig
@@ -161,7 +162,7 @@ class BlockCompressor:
         architecture, dtype = self.source.architecture, output_dtype(self.config, self.source)
         round_weights(block, architecture, dtype)
         experts, per_token = architecture.mixture(block), architecture.experts_per_token
-        width = experts.down_proj.shape[-1] * getattr(self.source.config, per_token)
+        width = width_of(experts) * getattr(self.source.config, per_token)
         refit = ExpertRefit(experts, calibration.hidden, self._fits(calibration, width, experts.down_proj.dtype))
         middles: list[Tensor] = []
         with self.watch.stage("moments"), ExitStack() as stack:

@@ -101,6 +101,8 @@ def _projections(architecture: Architecture, block: Any) -> str:
     biased = [role for role in architecture.roles if architecture.projection(block, role).bias is not None]
     if architecture.down and architecture.projection(block, "down").bias is not None:
         biased.append("MLP")
+    if architecture.expert_biases:
+        biased.append("experts")
     told.append(f"biases: {', '.join(biased) or 'none'}")
     if architecture.parallel:
         told.append("attention and MLP are parallel: both read the block's input")

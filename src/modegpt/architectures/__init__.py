@@ -19,6 +19,7 @@ from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
 from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE
@@ -102,6 +103,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         LFM2_MOE,
         MIXTRAL,
         MINIMAX_M2,
+        GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         DOTS1,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .fused import biases_of, gates_and_ups, weights_of
 from .spec import Architecture, Dimensions
 
 HEADS = ("query", "key", "value")
@@ -31,7 +32,7 @@ class Affine(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """The weights of one expert of a mixture, which has no biases."""
+    """The weights of one expert of a mixture."""
 
     ups: tuple[Affine, Affine]
     """Its gate and its up projection, each `(d_int, d_model)`."""
@@ -148,7 +149,9 @@ class Layout:
             _copy(weights.down, architecture.projection(block, "down"), slice(None))
         for new, old in zip(weights.experts, self.experts(block), strict=True):
             for source, target in zip((*new.ups, new.down), (*old.ups, old.down), strict=True):
-                target.weight.copy_(source.weight)
+                for new_part, old_part in zip(source, target, strict=True):
+                    if new_part is not None and old_part is not None:
+                        old_part.copy_(new_part)
         if self.architecture.interleaved:
             for norm, gain in zip(architecture.norms(block), weights.norms, strict=True):
                 norm.weight[..., self._coordinates()] = gain
@@ -180,11 +183,13 @@ class Layout:
         mixture = self.architecture.mixture(block)
         if mixture is None:
             return ()
-        pairs = zip(mixture.gate_up_proj, mixture.down_proj, strict=True)
-        return tuple(
-            Expert((Affine(up[: self.mlp_width], None), Affine(up[self.mlp_width :], None)), Affine(down, None))
-            for up, down in pairs
+        gates, ups = gates_and_ups(mixture)
+        fused, downs = (
+            [Affine(weight, None if bias is None else bias[number]) for number, weight in enumerate(weights)]
+            for weights, bias in zip(weights_of(mixture), biases_of(mixture), strict=True)
         )
+        pairs = zip(fused, downs, strict=True)
+        return tuple(Expert((both.rows(gates), both.rows(ups)), down) for both, down in pairs)
 
 
 def affine(module: Any) -> Affine:

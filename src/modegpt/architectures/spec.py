@@ -50,8 +50,10 @@ class Architecture:
     """The projection out of it."""
     experts: str = ""
     """The experts of a mixture, from the block, one narrow MLP each, fused as `(experts, 2·d_int, d_model)`
-    `gate_up_proj` and `(experts, d_model, d_int)` `down_proj`; it empties `up` and `down`. A block may be without: its
-    MLP stays whole."""
+    `gate_up_proj` and `(experts, d_model, d_int)` `down_proj`, or as `fused` says; it empties `up` and `down`. A block
+    may be without: its MLP stays whole."""
+    expert_biases: bool = False
+    """Whether the projections of experts have biases."""
     n_experts: str = "num_experts"
     """The config's name for their number."""
     experts_per_token: str = "num_experts_per_tok"
@@ -110,6 +112,9 @@ class Architecture:
     """The attention's attribute for the softmax scale."""
     softcap: str = ""
     """The attention's attribute for the cap of the scores that it hands to the kernel."""
+    sinks: str = ""
+    """The attention's attribute for the logits of its sinks: one a query head, which every softmax has beside those of
+    the keys, and which brings no value; empty for none."""
     dropout: str = "attention_dropout"
     """The attention's attribute for the dropout of its weights, a number or a module; empty for none."""
     output_dropout: str = ""
@@ -232,7 +237,7 @@ class Architecture:
 
         mlp = sum(inputs(path) for path in self.up) + (dims.d_model if self.down else 0)
         if self.experts:
-            mlp = 3 * dims.n_experts * dims.d_model
+            mlp = dims.n_experts * (3 * dims.d_model + 2 * self.expert_biases)
         if self.whole_attention:
             return {"mlp": mlp, "qk": 0, "vo": 0}
         query, key, value = (f"{self.attention}.{name}" for name in (self.query, self.key, self.value))
@@ -298,6 +303,7 @@ DESCRIBED_IF_SET = (
     "upcast_rotary",
     "query_growth",
     "scaling",
+    "sinks",
     "softcap",
     "dropout",
     "output_dropout",

@@ -41,7 +41,7 @@ def check(
     if notes := about_text_part(outer):
         told = {"taken": notes[0], **told}
     if packed is not None:
-        told["weights"] = "in 8 bits, by the config, and unpacked as they are read: the result has 16"
+        told["weights"] = f"in {packed.bits} bits, by the config, and unpacked as they are read: the result has 16"
     checks = [Check(topic, "told", meaning) for topic, meaning in told.items()]
     ran_on = None
     if not config_only:

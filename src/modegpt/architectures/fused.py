@@ -1,0 +1,36 @@
+"""How a mixture stores its fused experts: outputs by inputs or the other way, gates before ups or in turn with them.
+
+Most families have `(experts, 2·d_int, d_model)` and `(experts, d_model, d_int)`, all gates first, and no biases.
+gpt-oss has both transposed, a gate and its up side by side, and biases. transformers notes on the module what holds.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+
+def weights_of(mixture: Any) -> tuple[Tensor, Tensor]:
+    """Return views: gates and ups, `(experts, 2·d_int, d_model)`, and downs, `(experts, d_model, d_int)`.
+
+    Gates and ups stand in the order in which they are stored; `gates_and_ups` tells them apart.
+    """
+    gate_up, down = mixture.gate_up_proj, mixture.down_proj
+    return (gate_up.mT, down.mT) if getattr(mixture, "is_transposed", False) else (gate_up, down)
+
+
+def biases_of(mixture: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the biases of these, `(experts, 2·d_int)` and `(experts, d_model)`, or None."""
+    return getattr(mixture, "gate_up_proj_bias", None), getattr(mixture, "down_proj_bias", None)
+
+
+def gates_and_ups(mixture: Any) -> tuple[slice, slice]:
+    """Return the stored rows of an expert's gates, and those of its ups."""
+    if not getattr(mixture, "is_concatenated", True):
+        return slice(0, None, 2), slice(1, None, 2)
+    width = width_of(mixture)
+    return slice(0, width), slice(width, None)
+
+
+def width_of(mixture: Any) -> int:
+    """Return `d_int`, the neurons of each expert."""
+    return weights_of(mixture)[1].shape[-1]
