@@ -10,11 +10,14 @@ from modegpt.architectures import Dimensions
 from modegpt.architectures.access import Affine, BlockWeights
 from modegpt.config import PRESETS, CompressionConfig
 from modegpt.config import SOLVERS as NAMES
+from modegpt.decompose.energy import energy_scores
 from modegpt.decompose.logits import gram, logit_selection
+from modegpt.decompose.nystrom import highest
+from modegpt.decompose.saliency import saliencies
 from modegpt.moments import SHAPES, BlockMoments
 from modegpt.solvers import SOLVERS, split_rank
 from modegpt.solvers.bias import centred
-from modegpt.solvers.mlp import as_used
+from modegpt.solvers.mlp import SALIENCY_RIDGE, as_used, chosen_scores
 from modegpt.solvers.query_key import RIDGE as LOGITS_RIDGE
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-9}
@@ -292,3 +295,20 @@ def test_neurons_count_by_what_the_norm_of_the_mlps_output_lets_through(name):
     y = apply(plain.down, z)
     lost = (y - apply(with_norm.weights["down"], z[:, kept])).norm() / y.norm()
     assert with_norm.error == pytest.approx(lost.item(), rel=1e-9)
+
+
+def test_of_two_that_tell_the_same_the_saliency_drops_both_and_is_not_followed():
+    """Three pairs of look-alikes, and four neurons of their own that write less: one of each pair can go, not both."""
+    torch.manual_seed(0)
+    pairs, others = normal(4000, 3), normal(4000, 4)
+    z = torch.cat((pairs + 0.01 * normal(4000, 3), pairs + 0.01 * normal(4000, 3), others), dim=1)
+    down = torch.linalg.qr(normal(10, 10)).Q * torch.tensor([3.0] * 6 + [1.5] * 4, dtype=torch.float64)
+    moment = z.mT @ z
+    alone, energies = saliencies(moment, down, SALIENCY_RIDGE), energy_scores(moment, down)
+    assert set(highest(alone, 4).tolist()) == {6, 7, 8, 9}
+    assert torch.equal(chosen_scores([alone, energies], moment, down, 4), energies)
+    # Where no neuron tells of another the two orders are one, and the first stays.
+    lone = torch.eye(10, dtype=torch.float64)
+    alone, energies = saliencies(lone, down, SALIENCY_RIDGE), energy_scores(lone, down)
+    assert chosen_scores([alone, energies], lone, down, 4) is alone
+    assert chosen_scores([alone], moment, down, 4) is alone

@@ -17,6 +17,7 @@ from modegpt.attention_logits import FIRST, QUERIES, record_logits
 from modegpt.blocks import run_block
 from modegpt.config import CompressionConfig
 from modegpt.decompose.asymmetric import asymmetric_refit
+from modegpt.decompose.energy import energy_scores
 from modegpt.decompose.fold import folded_up, own_share
 from modegpt.decompose.nystrom import refit
 from modegpt.decompose.saliency import saliencies
@@ -29,7 +30,7 @@ from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import GATES_EVERY, BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
-from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
+from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, MARGIN, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
 from modegpt.staged import BlockCompressor
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.token_weights import token_weights
@@ -201,6 +202,20 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
     assert not hooks_of(block)
 
 
+def by_loss(moment: torch.Tensor, down: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the saliencies, or the energies if their highest neurons lose clearly less after the refit."""
+    scores = {"saliency": saliencies(moment, down, SALIENCY_RIDGE), "energy": energy_scores(moment, down)}
+    losses = {}
+    for name, own in scores.items():
+        kept = own.argsort(descending=True)[:rank].sort().values
+        change = torch.zeros_like(down)
+        change[:, kept] = refit(moment, down, kept, RIDGE)[0]
+        change -= down
+        held_back = moment.diagonal()[kept] * change[:, kept].square().sum(0)
+        losses[name] = ((change @ moment) * change).sum() + RIDGE * held_back.sum()
+    return scores["energy" if losses["energy"] < MARGIN * losses["saliency"] else "saliency"]
+
+
 @pytest.mark.parametrize("felt", [False, True], ids=["", "felt by the logits"])
 @pytest.mark.parametrize("drifted", [True, False], ids=["drifted", "first"])
 @by_name(OF_ONE_MLP)
@@ -242,7 +257,7 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
         mean = (some * z).sum(0) / some.sum()
         moment = moment - some.sum() * torch.outer(mean, mean)
     moment = scale[:, None] * moment * scale + torch.where(counted > 0, 0, energy).diag()
-    scores, gates = saliencies(moment, down, SALIENCY_RIDGE), None
+    scores, gates = by_loss(moment, down, rank), None
     if len(narrow.ups) == 2:
         z, some = batches.every(every * GATES_EVERY)
         hidden, (module, rows) = [], layout.ups(block)[1]

@@ -7,7 +7,7 @@ from oracles import ERROR_FLOOR, GAUSSIAN_TOLERANCE, ROUNDING, algorithm_1, norm
 from torch import Tensor
 
 from modegpt.decompose import NotPositiveDefiniteError, nystrom, ridge_leverage_scores
-from modegpt.decompose.nystrom import refit, refit_weight
+from modegpt.decompose.nystrom import damped_loss, refit, refit_weight
 
 D_INT, D_MODEL = 8, 5
 ranks = st.integers(1, D_INT)
@@ -85,6 +85,23 @@ def test_a_ridge_is_relative_to_each_neuron_and_pulls_to_the_original_weights(se
     assert torch.equal(refit_weight(moment, down, kept, ridge), weight)
     every = torch.arange(D_INT)
     assert torch.equal(refit_weight(moment, down, every, ridge), down)
+
+
+@properties
+@given(seeds, ranks, st.sampled_from([0.03, 1.0]))
+def test_the_damped_loss_is_what_the_refit_leaves_and_what_holds_it_back(seed, rank, ridge):
+    z, moment, down = problem(seed)
+    kept = chosen(seed, rank)
+    weight, _error, _deficiency = refit(moment, down, kept, ridge)
+    left = z @ down.mT - z[:, kept] @ weight.mT
+    held_back = moment.diagonal()[kept] * (weight - down[:, kept]).square().sum(0)
+    expected = left.square().sum() + ridge * held_back.sum()
+    torch.testing.assert_close(damped_loss(moment, down, kept, ridge), expected, **ROUNDING)
+
+
+def test_nothing_dropped_loses_nothing():
+    _, moment, down = problem(0)
+    assert damped_loss(moment, down, torch.arange(D_INT), 0.3) == 0
 
 
 def test_a_large_ridge_only_drops():

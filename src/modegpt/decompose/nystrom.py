@@ -89,6 +89,18 @@ def refit_weight(moment: Tensor, down: Tensor, kept: Tensor, ridge: float) -> Te
     return down[:, kept] + _correct(moment, down, kept, dropped, ridge)[2].x.mT
 
 
+def damped_loss(moment: Tensor, down: Tensor, kept: Tensor, ridge: float) -> Tensor:
+    """Return `min_X ‖Z_D W_Dᵀ − Z_S Xᵀ‖² + λ Σ_S C_ii ‖X_i‖²`: what `refit` leaves of a set, its ridge counted.
+
+    At the minimum it is `tr(W_D C_DD W_Dᵀ) − tr(Xᵀ C_SD W_Dᵀ)`. Cost: that of `refit_weight`.
+    """
+    dropped = _dropped(moment, kept)
+    if len(dropped) == 0:
+        return moment.new_zeros(())
+    cross, _, found = _correct(moment, down, kept, dropped, ridge)
+    return _energy(moment[dropped][:, dropped], down[:, dropped]) - (cross * found.x).sum()
+
+
 def _dropped(moment: Tensor, kept: Tensor) -> Tensor:
     dropped = torch.ones(len(moment), dtype=torch.bool, device=moment.device)
     dropped[kept] = False

@@ -20,7 +20,8 @@ def decide(
     A mixture puts out `y_t = Σ_e g_te W_e z_te`. The router reads the residual stream alone, so its shares `g` stay
     what they are, and an expert's part of the loss is `Σ_t g_te² ‖W_e z_te − Ŵ_e ẑ_te‖²`: that of an MLP with the
     second moment `C_e = Σ_t g_te² z_te z_teᵀ`. That what two experts lose on one token may add up or cancel is left
-    out. Biases stay as they are. An expert that no token is sent to is chosen by its weights (`unseen`) and keeps its down projection.
+    out. Biases stay as they are. An expert that no token is sent to is chosen by its weights (`unseen`) and keeps its
+    down projection.
 
     The error is that of all experts together, `(Σ_e ‖lost_e‖² / Σ_e ‖given_e‖²)^½`. Cost: the solver's, for each.
     """

@@ -1,6 +1,6 @@
 """The MLP: which neurons stay, and the down projection refitted to them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ from ..decompose import NystromResult, nystrom
 from ..decompose.asymmetric import asymmetric_refit
 from ..decompose.energy import energy, energy_scores
 from ..decompose.fold import folded_up, own_share
-from ..decompose.nystrom import highest, refit_weight
+from ..decompose.nystrom import damped_loss, highest, refit_weight
 from ..decompose.saliency import saliencies, saliency
 from ..moments import BlockMoments
 from .bias import centred, shifted_bias
@@ -38,6 +38,9 @@ perplexity on text like the calibration text, and nothing elsewhere; its square 
 SALIENCY_RIDGE = 0.03
 """μ of the saliencies. At 30 % the log perplexity of SmolLM2 rises by 0.380 on text like and 0.868 on text unlike the
 calibration text with 0.03, and by 0.384 and 0.873 with 0.1 (docs/log.md)."""
+
+MARGIN = 0.95
+"""Of the loss of the saliencies' set, what the energies' must at most have to be taken for it (docs/log.md)."""
 
 
 def leverage(
@@ -69,9 +72,10 @@ def late(select: Callable[..., NystromResult]) -> Decide:
     return decide
 
 
-def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
+def ahead(*scores: Callable[[Tensor, Tensor], Tensor]) -> Decide:
     """Return what chooses neurons by the dense model's moments; `towards` refits them later, to other ones.
 
+    Of two scores it takes, in each layer, the one whose highest neurons lose less after a refit (`chosen_scores`).
     Of a gated MLP whose gates were measured, the up rows that stay take over a part of what goes (`decompose.fold`),
     and a neuron whose gate others tell is chosen less. Where the Fisher information of the logits was measured, what
     they feel of a neuron counts as much as what the residual stream does.
@@ -82,13 +86,14 @@ def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
     ) -> Decision:
         assert weights.down is not None
         down, moment = _heard(weights.down.weight.float(), weights.mlp_gain), as_used(moments)
-        scores, gated = score(moment, down), "gate" in moments.sums
+        own = chosen_scores([score(moment, down) for score in scores], moment, down, rank)
+        gated = "gate" in moments.sums
         if gated:
-            scores = scores * own_share(moments["gate"], GATE_RIDGE)
+            own = own * own_share(moments["gate"], GATE_RIDGE)
         if "fisher" in moments.sums:
-            felt = felt_by_logits(moments, scores, energy_scores(moment, down))
-            scores = _scaled(scores) + _scaled(felt)
-        kept = highest(scores, rank)
+            felt = felt_by_logits(moments, own, energy_scores(moment, down))
+            own = _scaled(own) + _scaled(felt)
+        kept = highest(own, rank)
         ups = [up.rows(kept) for up in weights.ups]
         if gated:
             ups[1] = _folded(weights.ups[1], moments["gate"], moment, down, kept)
@@ -97,6 +102,21 @@ def ahead(score: Callable[[Tensor, Tensor], Tensor]) -> Decide:
         )
 
     return decide
+
+
+def chosen_scores(candidates: Sequence[Tensor], moment: Tensor, down: Tensor, rank: int) -> Tensor:
+    """Return the first of one or two scores, or the second if its `rank` highest neurons lose clearly less.
+
+    By `damped_loss`, what the ridge refit leaves, less than `MARGIN` of the other's. The score of one neuron does not
+    know what goes with it: where two tell the same, the saliency finds both cheap, as each would make up for the other.
+    Cost: a refit for each of two; none for one.
+    """
+    first, *others = candidates
+    for other in others:
+        left, less = (damped_loss(moment, down, highest(scores, rank), RIDGE) for scores in (first, other))
+        if less < MARGIN * left:
+            return other
+    return first
 
 
 def _heard(down: Tensor, gain: Tensor | None) -> Tensor:
@@ -211,9 +231,13 @@ def _centred_needs(_dims: Dimensions, bias: bool) -> tuple[str, ...]:
 LEVERAGE = Solver(leverage, needs=lambda dims, bias: ("mlp",))
 
 
-def _late(select: Callable[..., NystromResult], score: Callable[[Tensor, Tensor], Tensor]) -> Solver:
-    return Solver(late(select), needs=_centred_needs, late=True, ahead=ahead(score))
+def _late(select: Callable[..., NystromResult], *scores: Callable[[Tensor, Tensor], Tensor]) -> Solver:
+    return Solver(late(select), needs=_centred_needs, late=True, ahead=ahead(*scores))
 
 
 ENERGY = _late(partial(energy, ridge=RIDGE), energy_scores)
-SALIENCY = _late(partial(saliency, ridge=SALIENCY_RIDGE, refit_ridge=RIDGE), partial(saliencies, ridge=SALIENCY_RIDGE))
+SALIENCY = _late(
+    partial(saliency, ridge=SALIENCY_RIDGE, refit_ridge=RIDGE),
+    partial(saliencies, ridge=SALIENCY_RIDGE),
+    energy_scores,
+)
