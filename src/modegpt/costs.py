@@ -142,7 +142,7 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
             counted.append(chosen.numel() * sum(weight[0].numel() for weight in weights if weight.ndim == 3))
             idle[module] = (len(weights[0]) - chosen.shape[-1]) * sum(weight[0].numel() for weight in weights)
 
-    fused = [m for m in model.modules() if any(p.ndim == 3 and len(p) > 1 for p in m.parameters(recurse=False))]
+    fused = [m for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
     linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
     handles = [module.register_forward_hook(count) for module in linears]
     handles += [module.register_forward_hook(count_experts) for module in fused]

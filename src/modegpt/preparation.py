@@ -160,11 +160,9 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         if isinstance(opened, ShardBlocks) and folder is not None:
             blocks, identity = opened, fingerprint(opened.files)
             generation_config = read_generation_config(folder, opened.model)
-            notes = (
-                [f"its weights, stored in {opened.packed} bits, were unpacked as they were read"]
-                if opened.packed
-                else []
-            )
+            notes = []
+            if bits := opened.packed:
+                notes.append(f"its weights, stored in {bits} bits, were unpacked as they were read")
         else:
             loaded = open_model(name, dtype)  # which refuses packed ones
             config.tie_word_embeddings = loaded.config.tie_word_embeddings
