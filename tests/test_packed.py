@@ -104,6 +104,18 @@ def _spread(scale: Tensor, weight: Tensor, block: Sequence[int] = BLOCK) -> Tens
     return torch.stack([scale[row // block[0], torch.arange(columns) // block[1]] for row in range(rows)])
 
 
+def assert_compressed_alike(folder: Path, bits: int, calibration: Path | Tensor, config: CompressionConfig) -> None:
+    """Compress `packed` and `plain` of a folder: they give the same bytes, and of one the report says what it was."""
+    written = {}
+    for name in ("packed", "plain"):
+        out = folder / f"{name}-30"
+        modegpt.compress(str(folder / name), calibration, config, out=out)
+        written[name] = {f: (out / f).read_bytes() for f in ("model.safetensors", "config.json")}
+        warnings = json.loads((out / "report.json").read_text())["warnings"]
+        assert any(f"stored in {bits} bits, were unpacked" in line for line in warnings) == (name == "packed")
+    assert written["packed"] == written["plain"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_compressing_it_gives_what_the_unpacked_checkpoint_gives(
     kind: str, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
@@ -113,14 +125,7 @@ def test_compressing_it_gives_what_the_unpacked_checkpoint_gives(
     save_file(meant, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
     original = load_file(tiny_llama_dir / "model.safetensors")
     assert not all(torch.equal(meant[name], original[name]) for name in meant), "nothing was packed"
-    config, written = CompressionConfig(sparsity=0.3, **SMALL), {}
-    for name in ("packed", "plain"):
-        out = tmp_path / f"{name}-30"
-        modegpt.compress(str(tmp_path / name), small_text_file, config, out=out)
-        written[name] = {f: (out / f).read_bytes() for f in ("model.safetensors", "config.json")}
-        warnings = json.loads((out / "report.json").read_text())["warnings"]
-        assert any("stored in 8 bits, were unpacked" in line for line in warnings) == (name == "packed")
-    assert written["packed"] == written["plain"]
+    assert_compressed_alike(tmp_path, 8, small_text_file, CompressionConfig(sparsity=0.3, **SMALL))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "packed-30").dtype == torch.float32
 
 
@@ -187,7 +192,7 @@ def in_fours(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gpt_oss(folder: Path) -> None:
-    """Write `dense`, its experts rounded to 4 bits, and the same as `packed`."""
+    """Write `plain`, its experts rounded to 4 bits, and the same as `packed`."""
     config = GptOssConfig(
         vocab_size=100,
         hidden_size=64,
@@ -209,8 +214,8 @@ def gpt_oss(folder: Path) -> None:
             packed_tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         else:
             packed_tensors[name] = weight
-    model.save_pretrained(folder / "dense")
-    shutil.copytree(folder / "dense", folder / "packed")
+    model.save_pretrained(folder / "plain")
+    shutil.copytree(folder / "plain", folder / "packed")
     save_file(packed_tensors, folder / "packed" / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "packed" / "config.json").read_text())
     about = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -223,24 +228,17 @@ def test_experts_in_4_bits(tmp_path: Path):
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "packed", dtype=torch.float32, quantization_config=Mxfp4Config(dequantize=True)
     )
-    meant = load_file(tmp_path / "dense" / "model.safetensors")
+    meant = load_file(tmp_path / "plain" / "model.safetensors")
     assert own.state_dict().keys() == theirs.state_dict().keys() == meant.keys()
     for name, tensor in meant.items():
         assert torch.equal(own.get_parameter(name), tensor), name
         assert torch.equal(theirs.get_parameter(name), tensor), name
-    windows, config, written = torch.randint(0, 100, (8, 64)), CompressionConfig(sparsity=0.3), {}
-    for name in ("packed", "dense"):
-        out = tmp_path / f"{name}-30"
-        modegpt.compress(str(tmp_path / name), windows, config, out=out)
-        written[name] = {f: (out / f).read_bytes() for f in ("model.safetensors", "config.json")}
-        warnings = json.loads((out / "report.json").read_text())["warnings"]
-        assert any("stored in 4 bits, were unpacked" in line for line in warnings) == (name == "packed")
-    assert written["packed"] == written["dense"]
+    assert_compressed_alike(tmp_path, 4, torch.randint(0, 100, (8, 64)), CompressionConfig(sparsity=0.3))
 
 
 def test_4_bits_without_a_word_in_the_config_are_refused(tmp_path: Path):
     gpt_oss(tmp_path)
-    shutil.copy(tmp_path / "dense" / "config.json", tmp_path / "packed" / "config.json")
+    shutil.copy(tmp_path / "plain" / "config.json", tmp_path / "packed" / "config.json")
     with pytest.raises(InputError, match="in 4 bits, and its config does not say"):
         open_source(str(tmp_path / "packed"), CPU)
     with pytest.raises(InputError, match="in 4 bits, and its config does not say"):

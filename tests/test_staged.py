@@ -454,7 +454,7 @@ def test_logits_are_measured_with_the_models_own_attention(family: Family, imple
             # The shares add up to the logits: their variance is that of the log of the attention.
             logs = torch.where(own > 0, own.double().log(), 0)
             if sinks is not None:
-                level = sunk.double().log() - sinks.detach().double()[:, None, None]  # the log of the sum
+                level = sunk.double().log() - sinks.detach().double()[:, None, None]  # less the log of the sum
                 logs, own = functional.pad(torch.where(own > 0, logs - level, 0), (0, 1)), torch.cat((own, sunk), -1)
             spread = (own * (logs - (own * logs).sum(-1, keepdim=True)).square()).sum((0, 2, 3))
             c = torch.ones(dims.d_head, dtype=torch.float64)

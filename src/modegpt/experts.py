@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from .architectures.fused import biases_of, weights_of
+from .architectures.fused import projections_of
 from .forwards import forwards
 
 
@@ -46,14 +46,14 @@ def routed(
         shares: `(tokens, k)`.
         among: the experts that are asked for; None for all.
     """
-    weights, bias = weights_of(experts)[0], biases_of(experts)[0]
+    gate_ups, _downs = projections_of(experts)
     slots = chosen.mT.flatten()  # first choices first, as the stock modules go: so their products are the same
-    counts = slots.bincount(minlength=len(weights))
+    counts = slots.bincount(minlength=len(gate_ups))
     for number, own in enumerate(slots.argsort(stable=True).split(counts.tolist())):
         if len(own) and (among is None or number in among):
             places = own % len(chosen)
-            read = _linear(states[places], weights[number], None if bias is None else bias[number])
-            yield Routed(number, places, shares.mT.flatten()[own, None], experts._apply_gate(read))
+            activations = experts._apply_gate(_linear(states[places], *gate_ups[number]))
+            yield Routed(number, places, shares.mT.flatten()[own, None], activations)
 
 
 @torch.no_grad()
@@ -63,10 +63,9 @@ def combined(experts: Any, sent: Sequence[Routed], states: Tensor) -> Tensor:
     These are the operations of the stock module's own forward, in its order, where it runs one expert after another
     (`in_turn`), and so its numbers, bit by bit.
     """
-    total, weights, bias = torch.zeros_like(states), weights_of(experts)[1], biases_of(experts)[1]
+    total, (_gate_ups, downs) = torch.zeros_like(states), projections_of(experts)
     for each in sent:
-        own = None if bias is None else bias[each.number]
-        given = _linear(each.activations, weights[each.number], own) * each.shares
+        given = _linear(each.activations, *downs[each.number]) * each.shares
         total.index_add_(0, each.places, given.to(total.dtype))
     return total
 

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -300,10 +301,8 @@ def _read(files: dict[str, Entry], name: str, packing: Packing | None) -> Tensor
         tensor = file.get_tensor(name).clone()
     if packing is None or (scale := packing.scale_of(name, files[name].dtype, files)) is None:
         return tensor
-    try:
+    with _unpacking(name):
         return unpack(tensor, _read(files, scale, None), packing.block)
-    except ValueError as problem:
-        raise InputError(f"'{name}' cannot be unpacked: {problem}") from problem
 
 
 def _in_blocks(name: str, files: dict[str, Entry]) -> bool:
@@ -324,8 +323,14 @@ def _meant_shape(name: str, files: dict[str, Entry]) -> list[int]:
 def _read_fours(files: dict[str, Entry], name: str, dtype: torch.dtype) -> Tensor:
     blocks, scales = BLOCKS
     scale = _read(files, name.removesuffix(blocks) + scales, None)
-    try:
+    with _unpacking(name):
         return unpack_fours(_read(files, name, None), scale, dtype)
+
+
+@contextmanager
+def _unpacking(name: str) -> Iterator[None]:
+    try:
+        yield
     except ValueError as problem:
         raise InputError(f"'{name}' cannot be unpacked: {problem}") from problem
 

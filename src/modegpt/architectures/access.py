@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from .fused import biases_of, gates_and_ups, weights_of
+from .fused import gates_and_ups, projections_of
 from .spec import Architecture, Dimensions
 
 HEADS = ("query", "key", "value")
@@ -141,17 +141,15 @@ class Layout:
         architecture = self.architecture
         if not architecture.whole_attention:
             for role in HEADS:
-                _copy(getattr(weights, role), architecture.projection(block, role), self.rows(role))
-            _copy(weights.output, architecture.projection(block, "output"), slice(None))
+                _copy(getattr(weights, role), affine(architecture.projection(block, role)), self.rows(role))
+            _copy(weights.output, affine(architecture.projection(block, "output")))
         for (module, rows), up in zip(self.ups(block), weights.ups, strict=True):
-            _copy(up, module, rows)
+            _copy(up, affine(module), rows)
         if weights.down is not None:
-            _copy(weights.down, architecture.projection(block, "down"), slice(None))
+            _copy(weights.down, affine(architecture.projection(block, "down")))
         for new, old in zip(weights.experts, self.experts(block), strict=True):
             for source, target in zip((*new.ups, new.down), (*old.ups, old.down), strict=True):
-                for new_part, old_part in zip(source, target, strict=True):
-                    if new_part is not None and old_part is not None:
-                        old_part.copy_(new_part)
+                _copy(source, target)
         if self.architecture.interleaved:
             for norm, gain in zip(architecture.norms(block), weights.norms, strict=True):
                 norm.weight[..., self._coordinates()] = gain
@@ -184,11 +182,8 @@ class Layout:
         if mixture is None:
             return ()
         gates, ups = gates_and_ups(mixture)
-        fused, downs = (
-            [Affine(weight, None if bias is None else bias[number]) for number, weight in enumerate(weights)]
-            for weights, bias in zip(weights_of(mixture), biases_of(mixture), strict=True)
-        )
-        pairs = zip(fused, downs, strict=True)
+        gate_ups, downs = ([Affine(*own) for own in each] for each in projections_of(mixture))
+        pairs = zip(gate_ups, downs, strict=True)
         return tuple(Expert((both.rows(gates), both.rows(ups)), down) for both, down in pairs)
 
 
@@ -198,8 +193,7 @@ def affine(module: Any) -> Affine:
     return Affine(weight, module.bias)
 
 
-def _copy(source: Affine, module: Any, rows: slice | Tensor) -> None:
-    target = affine(module)
+def _copy(source: Affine, target: Affine, rows: slice | Tensor = slice(None)) -> None:
     assert (source.bias is None) == (target.bias is None), "a bias can be changed, not added or removed"
     for new, old in zip(source, target, strict=True):
         if new is not None and old is not None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+Projections = list[tuple[Tensor, Tensor | None]]
+"""Weight and bias, by expert."""
+
 
 def weights_of(mixture: Any) -> tuple[Tensor, Tensor]:
     """Return views: gates and ups, `(experts, 2·d_int, d_model)`, and downs, `(experts, d_model, d_int)`.
@@ -18,9 +21,15 @@ def weights_of(mixture: Any) -> tuple[Tensor, Tensor]:
     return (gate_up.mT, down.mT) if getattr(mixture, "is_transposed", False) else (gate_up, down)
 
 
-def biases_of(mixture: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the biases of these, `(experts, 2·d_int)` and `(experts, d_model)`, or None."""
-    return getattr(mixture, "gate_up_proj_bias", None), getattr(mixture, "down_proj_bias", None)
+def projections_of(mixture: Any) -> tuple[Projections, Projections]:
+    """Return, by expert, weight and bias of its gates and ups, and those of its downs: views, None for no bias."""
+    gate_up, down = weights_of(mixture)
+    gate_ups = _by_expert(gate_up, getattr(mixture, "gate_up_proj_bias", None))
+    return gate_ups, _by_expert(down, getattr(mixture, "down_proj_bias", None))
+
+
+def _by_expert(weights: Tensor, biases: Tensor | None) -> Projections:
+    return [(weight, None if biases is None else biases[number]) for number, weight in enumerate(weights)]
 
 
 def gates_and_ups(mixture: Any) -> tuple[slice, slice]:

@@ -111,12 +111,11 @@ def chosen_scores(candidates: Sequence[Tensor], moment: Tensor, down: Tensor, ra
     know what goes with it: where two tell the same, the saliency finds both cheap, as each would make up for the other.
     Cost: a refit for each of two; none for one.
     """
-    first, *others = candidates
-    for other in others:
-        left, less = (damped_loss(moment, down, highest(scores, rank), RIDGE) for scores in (first, other))
-        if less < MARGIN * left:
-            return other
-    return first
+    if len(candidates) == 1:
+        return candidates[0]
+    first, other = candidates
+    left, less = (damped_loss(moment, down, highest(scores, rank), RIDGE) for scores in (first, other))
+    return other if less < MARGIN * left else first
 
 
 def _heard(down: Tensor, gain: Tensor | None) -> Tensor:
