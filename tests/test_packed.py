@@ -245,6 +245,16 @@ def test_4_bits_without_a_word_in_the_config_are_refused(tmp_path: Path):
         open_model(str(tmp_path / "packed"), torch.float32)
 
 
+def test_8_bits_without_a_scale_beside_4_bits_are_refused(tmp_path: Path):
+    gpt_oss(tmp_path)
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "packed" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=f"has '{name}' in 8 bits and no scale"):
+        open_model(str(tmp_path / "packed"), torch.float32)
+
+
 def test_scales_of_4_bits_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="have scales of shape"):
         unpack_fours(

@@ -72,7 +72,7 @@ def packing(config: Any) -> Packing | None:
     if getattr(config, "modegpt", None) or not isinstance(method, str):
         return None
     if method == FOUR_BITS:
-        return Packing((), None, bits=4)
+        return Packing(BLOCKS[1:], None, bits=4)
     if method not in SCALES:
         return None
     known, block = about.get("expert_dtype", "fp8") == "fp8", about.get("weight_block_size")
