@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from conformance.families import FAMILIES, Family, tokens
 from conformance.helpers import errors
-from modegpt import CompressionConfig, compress
+from modegpt import CompressionConfig, compress, exact_products
 from modegpt.baselines import BASELINES
 from modegpt.benchmark import BenchSettings, benchmark
 from modegpt.compress import compress_to_folder, lent
 from modegpt.evaluate import perplexity
+from modegpt.exact_products import left_factor, right_factors
+from modegpt.triangle import add_lower, fill_upper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -52,6 +54,35 @@ def test_scores_are_those_of_a_cpu(family: Family, rule: str):
     runs = [compress(dense, WINDOWS, each).modegpt_report for each in (config, replace(config, device="cpu"))]
     here, there = (torch.tensor(run["allocation"]["scores"]) for run in runs)
     torch.testing.assert_close(here, there, rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
+def test_moments_of_bfloat16_states_lose_no_more_than_float32_products(weighted: bool):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(5000, 1500, generator=generator, device="cuda").pow(3).bfloat16()
+    roots = torch.rand(len(x), 1, generator=generator, device="cuda") if weighted else None
+    left = left_factor(x, roots)
+    assert left.dtype == torch.bfloat16
+    total = torch.zeros(1500, 1500, dtype=torch.float64, device="cuda")
+    add_lower(total, left, right_factors(left, left, roots))
+    fill_upper(total)
+    rooted = x.double() if roots is None else roots.double() * x.double()
+    expected = rooted.mT @ rooted
+    size = expected.diagonal().sqrt()
+    # Float32 products of as many tokens lose up to 6e-6 on an H200, these 4e-6.
+    assert ((total - expected) / (size[:, None] * size)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("settings", [{"solver": "paper"}, {"solver": "best"}], ids=["paper", "best"])
+@pytest.mark.parametrize("family", named("llama-grouped", "gpt2", "mixtral", "gemma3_text"), ids=lambda f: f.name)
+def test_a_run_in_bfloat16_decides_as_with_float32_products(
+    family: Family, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    dense = family.dense().bfloat16()
+    config = replace(CONFIG, sparsity=0.1, **settings)
+    found = errors(compress(dense, WINDOWS, config))
+    monkeypatch.setattr(exact_products, "_exact", lambda x: False)
+    torch.testing.assert_close(found, errors(compress(dense, WINDOWS, config)), rtol=2e-3, atol=1e-4)
 
 
 class StoppedError(Exception):

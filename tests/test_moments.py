@@ -12,6 +12,7 @@ from modegpt.errors import NumericalError
 from modegpt.hidden_states import HiddenStates
 from modegpt.moments import GATES_EVERY, SHAPES, BlockMoments, record_moments
 from modegpt.surgery import needed_moments
+from modegpt.triangle import PANEL
 
 DIMS = Dimensions(n_layers=1, d_model=8, d_int=6, d_head=4, n_heads=4, n_kv_heads=2, rotary_dim=4)
 COLUMNS = {
@@ -48,7 +49,7 @@ def moments_of(*batches: torch.Tensor) -> BlockMoments:
 @pytest.fixture(params=[384, 4], ids=["one panel", "several"])
 def panels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The large moments are summed in panels of rows, up to the diagonal: of these sizes in one, and in several."""
-    monkeypatch.setattr("modegpt.triangle.PANEL", request.param)
+    monkeypatch.setitem(PANEL, "cpu", request.param)
 
 
 @pytest.mark.usefixtures("panels")

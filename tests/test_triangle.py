@@ -5,14 +5,16 @@ import torch
 
 from modegpt.triangle import PANEL, add_lower, fill_upper
 
+WIDTH = PANEL["cpu"]
 
-@pytest.mark.parametrize("width", [1, PANEL - 1, PANEL, PANEL + 1, 2 * PANEL + 5])
+
+@pytest.mark.parametrize("width", [1, WIDTH - 1, WIDTH, WIDTH + 1, 2 * WIDTH + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_two_batches_give_the_whole_product(width: int, dtype: torch.dtype):
     x, y = torch.randn(2, 7, width, generator=torch.Generator().manual_seed(0))
     total = torch.zeros(width, width, dtype=dtype)
-    add_lower(total, x)
-    add_lower(total, y)
+    add_lower(total, x, [x])
+    add_lower(total, y, [y])
     fill_upper(total)
     assert torch.equal(total, total.mT)
     expected = x.double().mT @ x.double() + y.double().mT @ y.double()

@@ -11,6 +11,7 @@ from .architectures.fused import weights_of
 from .decompose import psd
 from .decompose.asymmetric import correction
 from .distributed import Team
+from .exact_products import left_factor, product, right_factors
 from .experts import Routed, routed, watched
 from .hidden_states import HiddenStates
 from .solvers.mlp import TARGET_RIDGE
@@ -137,9 +138,13 @@ class ExpertRefit:
         for sent, (chosen, _shares), residual, weights in batches:
             together = ((chosen >= group.start) & (chosen < group.stop)).sum(1, keepdim=True)
             for each in sent:
-                weight, place, x = weights[each.places], each.number - group.start, each.shared_activations
-                add_lower(moments[place], (weight * together[each.places]).sqrt() * x)
-                crosses[place] += x.mT @ (weight * residual[each.places])
+                weight, place, shares = weights[each.places], each.number - group.start, each.shares.float()
+                roots = (weight * together[each.places]).sqrt() * shares
+                left = left_factor(each.activations, roots)
+                add_lower(moments[place], left, right_factors(left, left, roots))
+                left = left_factor(each.activations, None)
+                wanted = weight * shares * residual[each.places]
+                crosses[place] += product(left, right_factors(left, wanted, None))
         for moment in moments:
             fill_upper(moment)
         return moments, crosses

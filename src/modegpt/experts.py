@@ -25,11 +25,6 @@ class Routed(NamedTuple):
     activations: Tensor
     """`(sent, d_int)` `z`, what its down projection reads."""
 
-    @property
-    def shared_activations(self) -> Tensor:
-        """`(sent, d_int)` `g z`, float32: what the mixture's output is linear in."""
-        return self.shares.float() * self.activations.float()
-
 
 @torch.no_grad()
 def routed(

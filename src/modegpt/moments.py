@@ -1,7 +1,7 @@
 """Streaming second moments of one decoder block, taken by hooks on its linear layers.
 
-Products are float32 and are added into float64, so many batches lose nothing to the order of summation. Which moments
-are taken is up to the solvers: each names those it reads.
+Products are float32, or as exact (`exact_products`), and are added into float64, so many batches lose nothing to the
+order of summation. Which moments are taken is up to the solvers: each names those it reads.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +18,7 @@ from .architectures.access import HEADS, Layout
 from .attention_logits import record_logits
 from .decompose.psd import all_finite
 from .errors import NumericalError
+from .exact_products import left_factor, product, right_factors
 from .experts import Routed, watched
 from .token_weights import weighed_by_norm
 from .triangle import add_lower, fill_upper
@@ -122,8 +123,8 @@ class BlockMoments:
         """Return those of one expert, as of an MLP."""
         return BlockMoments({"mlp": self["experts"][number]}, self.n_tokens)
 
-    def _add_square(self, name: str, x: Tensor) -> None:
-        add_lower(self.sums[name], x)
+    def _add_square(self, name: str, left: Tensor, roots: Tensor | None) -> None:
+        add_lower(self.sums[name], left, right_factors(left, left, roots))
         self._half.add(name)
 
     def update(self, source: str, states: Tensor) -> None:
@@ -134,22 +135,20 @@ class BlockMoments:
             states: `(..., width)`: what the down projection reads, what a projection gives, heads side by side, or
                 what the output projection reads. Cost: about `d_int²` operations a token for `mlp`.
         """
-        x = self.counted(states).float()
-        if self.roots is not None and source in WEIGHTED:
-            x = self.roots * x
+        roots = self.roots if source in WEIGHTED else None
+        left = left_factor(self.counted(states), roots)
         if source == "mlp" and "mlp_energy" in self.sums:
             self._add_energy(states.flatten(0, -2))
         if source == "mlp" and "mlp_target" in self.sums:
-            self._mlp_input = x
+            self._mlp_input = left
         for name in self.sums.keys() & {source, f"{source}_sum", f"{source}_moment"}:
             total = self.sums[name]
             if name in SYMMETRIC:
-                self._add_square(name, x)
+                self._add_square(name, left, roots)
             elif name.endswith("_sum"):
-                weighted = x if self.roots is None or source not in WEIGHTED else self.roots * x
-                total += weighted.sum(0, dtype=torch.float64).view_as(total)
+                total += _weighted(self.counted(states), roots).sum(0, dtype=torch.float64).view_as(total)
             else:
-                heads = x.unflatten(-1, (len(total), -1)).transpose(0, 1)
+                heads = left.float().unflatten(-1, (len(total), -1)).transpose(0, 1)
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
 
     def _add_energy(self, rows: Tensor) -> None:
@@ -162,11 +161,11 @@ class BlockMoments:
     def update_gates(self, activations: Tensor, up: Tensor) -> None:
         """Add some tokens' gates `a = z / u`, from `(..., d_int)` `z` and `u`. Cost: `d_int²/4` operations a token."""
         some = slice(None, None, GATES_EVERY) if self.gate_places is None else self.gate_places.to(up.device)
-        z, u = (self.counted(states)[some].float() for states in (activations, up))
-        a = torch.where(u != 0, z / u, 0)
-        if self.roots is not None:
-            a = self.roots[some] * a
-        self._add_square("gate", a)
+        z, u = (self.counted(states)[some] for states in (activations, up))
+        roots = None if self.roots is None else self.roots[some]
+        # They were numbers of this dtype.
+        a = torch.where(u != 0, z.float() / u.float(), 0).to(u.dtype)
+        self._add_square("gate", left_factor(a, roots), roots)
 
     def update_experts(self, sent: Sequence[Routed]) -> None:
         """Add the tokens of a pass to the moments of the experts they are sent to.
@@ -174,24 +173,22 @@ class BlockMoments:
         Cost: `d_int²` operations for each expert of a token.
         """
         for each in sent:
-            x = each.shared_activations
-            if self.roots is not None:
-                x = self.roots[each.places] * x
-            add_lower(self.sums["experts"][each.number], x)
+            shares = each.shares.float()
+            roots = shares if self.roots is None else self.roots[each.places] * shares
+            left = left_factor(each.activations, roots)
+            add_lower(self.sums["experts"][each.number], left, right_factors(left, left, roots))
         self._half.add("experts")
 
     def update_target(self, wanted: Tensor) -> None:
         """Add `(..., d_model)` targets of the tokens whose MLP input was added last. Cost: `2·d_int·d_model` each."""
         assert self._mlp_input is not None
-        y = self.counted(wanted).float()
-        if self.roots is not None:
-            y = self.roots * y
-        self.sums["mlp_target"] += self._mlp_input.mT @ y
+        y = self.counted(wanted)
+        self.sums["mlp_target"] += product(self._mlp_input, right_factors(self._mlp_input, y, self.roots))
         if "target_energy" in self.sums:
-            self.sums["target_energy"] += y.square().sum(dtype=torch.float64)
+            rooted = y.float() if self.roots is None else self.roots * y.float()
+            self.sums["target_energy"] += rooted.square().sum(dtype=torch.float64)
         if "target_sum" in self.sums:
-            weighted = y if self.roots is None else self.roots * y
-            self.sums["target_sum"] += weighted.sum(0, dtype=torch.float64)
+            self.sums["target_sum"] += _weighted(y, self.roots).sum(0, dtype=torch.float64)
         self._mlp_input = None
 
     def begin(self, batch: int, length: int, offsets: Tensor | None) -> None:
@@ -221,6 +218,10 @@ class BlockMoments:
                 source = name.split("_")[0]
                 meaning = MEANINGS.get(source, f"{source} states")
                 raise NumericalError(f"layer {layer}: NaN or infinity in the {meaning} on the calibration text")
+
+
+def _weighted(states: Tensor, roots: Tensor | None) -> Tensor:
+    return states.float() if roots is None else roots.square() * states.float()
 
 
 @contextmanager

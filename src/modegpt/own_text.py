@@ -3,18 +3,22 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .blocks import BlockSource, Calibration, advance
 from .decompose.psd import all_finite
 from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
+from .report import free_gpu_memory_bytes
 
 LENGTH = 4
 """Tokens of a continuation, the random one included; others cost more or lose more (docs/log.md)."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once: some 100 MB each time they are copied."""
+KEPT_PART = 2
+"""Of a GPU's free memory one half may hold blocks from step to step: to read and copy one takes longer than to run it
+on such short texts."""
 CUMULATED = 2**20
 """Float64 numbers in memory at once while tokens are drawn: what stays in the cache is summed thrice as fast."""
 
@@ -24,6 +28,7 @@ class Writer:
 
     Every step runs the whole model over all that is written so far. A cache would save half of the tokens at this
     length, and would have to be held for all continuations at once, for a model that may not fit in memory itself.
+    A GPU keeps as many blocks as half of its free memory holds, as long as this object lives.
 
     Args:
         blocks: of the model.
@@ -46,6 +51,8 @@ class Writer:
         """Write nothing yet."""
         self._blocks, self._n_layers, self._embed = blocks, n_layers, embed
         self._team, self._device, self._done = team, device, done
+        self._kept: dict[int, nn.Module] = {}
+        self._room = free_gpu_memory_bytes(device) // KEPT_PART
 
     def windows(self, count: int, seq_len: int, start: int | None, vocab_size: int, seed: int) -> Tensor:
         """Return `(count, seq_len)` token ids: continuations one after another, whatever the number of processes.
@@ -89,11 +96,20 @@ class Writer:
         """Return the hidden states behind the last block."""
         calibration = self._embed(tokens)
         for index in range(self._n_layers):
-            block = self._blocks.peek(index, self._device)
-            advance(block, index, calibration, self._device)
-            del block
+            advance(self._block(index), index, calibration, self._device)
             self._done(n_done + index + 1, (LENGTH - 1) * self._n_layers)
         return calibration.hidden
+
+    def _block(self, index: int) -> nn.Module:
+        """Return a block, and keep it for the steps to come where a GPU has room for it."""
+        if index in self._kept:
+            return self._kept[index]
+        block = self._blocks.peek(index, self._device)
+        size = sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
+        if size <= self._room:
+            self._room -= size
+            self._kept[index] = block
+        return block
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:

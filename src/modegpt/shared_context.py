@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
 from .cache_name import CACHE
@@ -162,19 +163,18 @@ def _answers(model: Any, cache: Cache, first: Tensor, rows: list[Row], dtype: to
         rows: the answers.
         dtype: of the softmax.
     """
-    device, length = first.device, max(len(row.answer) for row in rows) - 1
+    device = first.device
     contexts = torch.tensor([row.context for row in rows], device=device)
-    told = first[contexts, None]
-    if length:
-        ids = torch.zeros(len(rows), length, dtype=torch.long)
-        for at, row in enumerate(rows):
-            ids[at, : len(row.answer) - 1] = torch.tensor(row.answer[:-1])
+    lengths = torch.tensor([[len(row.answer)] for row in rows], device=device)
+    tokens = pad_sequence([torch.tensor(row.answer) for row in rows], batch_first=True).to(device)
+    likelihood = first[contexts, tokens[:, 0]]
+    greedy = first.argmax(-1)[contexts] == tokens[:, 0]
+    if tokens.shape[1] > 1:
         cache.batch_select_indices(contexts)
-        logits = model(input_ids=ids.to(device), **{CACHE: cache}, use_cache=True).logits
-        told = torch.cat((told, logits.log_softmax(-1, dtype=dtype)), dim=1)
-    result = {}
-    for at, row in enumerate(rows):
-        tokens, logs = torch.tensor(row.answer, device=device), told[at, : len(row.answer)]
-        likelihood = logs.gather(1, tokens[:, None]).sum()
-        result[row.place] = float(likelihood), bool((logs.argmax(-1) == tokens).all())
-    return result
+        logits = model(input_ids=tokens[:, :-1], **{CACHE: cache}, use_cache=True).logits
+        logs, wanted = logits.log_softmax(-1, dtype=dtype), tokens[:, 1:]
+        held = torch.arange(1, tokens.shape[1], device=device) < lengths
+        likelihood += torch.where(held, logs.gather(2, wanted[..., None])[..., 0], 0).sum(1)
+        greedy &= ((logs.argmax(-1) == wanted) | ~held).all(1)
+    places = [row.place for row in rows]
+    return dict(zip(places, zip(likelihood.tolist(), greedy.tolist(), strict=True), strict=True))

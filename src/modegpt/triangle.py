@@ -1,31 +1,39 @@
 """Second moments `Σ x xᵀ` by their lower triangle: the upper one is the same, and half of the work."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-PANEL = 384
-"""Rows of the sum that are computed at once, each from its first column to the diagonal. On a CPU panels of 256 to 512
-take 52 to 60 % of the time of the whole product at 1536 to 11008 columns (docs/log.md)."""
+from .exact_products import product
+
+PANEL = {"cpu": 384, "cuda": 1024}
+"""Rows of the sum that are computed at once, each from its first column to the diagonal, by device type. On a CPU
+panels of 256 to 512 take 52 to 60 % of the time of the whole product at 1536 to 11008 columns; a GPU takes longer to
+add many small ones (docs/log.md)."""
 
 
-def add_lower(total: Tensor, x: Tensor) -> None:
-    """Add `xᵀx` to `total` on and below its diagonal; what is above it is of no use until `fill_upper`.
+def add_lower(total: Tensor, left: Tensor, rights: Sequence[Tensor]) -> None:
+    """Add a symmetric product to `total` on and below its diagonal; what is above it is of no use until `fill_upper`.
 
-    Products are in the dtype of `x`, sums in that of `total`. Cost: `tokens·n²` operations and as much again within
-    the panels on the diagonal, for `PANEL` of the `n` columns. Memory: `PANEL·n`.
+    Products are float32, sums in the dtype of `total`. Cost: `tokens·n²` operations and as much again within the panels
+    on the diagonal, for `PANEL` of the `n` columns, and all that for each right factor. Memory: `PANEL·n`.
 
     Args:
         total: `(n, n)`.
-        x: `(tokens, n)`.
+        left: `(tokens, n)`, and the next, are the factors of `Σ w x xᵀ` (`exact_products`).
+        rights: `(tokens, n)` each.
     """
-    for start in range(0, len(total), PANEL):
-        end = min(start + PANEL, len(total))
-        total[start:end, :end] += x[:, start:end].mT @ x[:, :end]
+    panel = PANEL[total.device.type]
+    for start in range(0, len(total), panel):
+        end = min(start + panel, len(total))
+        total[start:end, :end] += product(left[:, start:end], [right[:, :end] for right in rights])
 
 
 def fill_upper(total: Tensor) -> None:
     """Make an `(n, n)` tensor symmetric, in place, by what stands below its diagonal."""
-    for start in range(0, len(total), PANEL):
-        end = min(start + PANEL, len(total))
+    panel = PANEL[total.device.type]
+    for start in range(0, len(total), panel):
+        end = min(start + panel, len(total))
         total[:start, start:end] = total[start:end, :start].mT
         square = total[start:end, start:end]
         square.copy_(square.tril() + square.tril(-1).mT)

@@ -1,0 +1,81 @@
+"""Weighted products of hidden states, `Σ_t w_t x_t y_tᵀ`: in float32, or as exactly by a GPU's bfloat16 products.
+
+A product of two bfloat16 numbers, of 8 bits each, is exact in float32. So where the states of a model that runs in
+bfloat16 are not multiplied by anything, their moments lose nothing on tensor cores, which sum in float32 and are some
+15 times as fast as float32 products (docs/log.md). Weights go into one factor, as two bfloat16 numbers that have 16
+bits together: their rounding, 2^-17, is far below that of the states.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+TOGETHER = 1024
+"""Tokens whose products are summed on tensor cores, which cut off what does not fit and so lose always downwards: with
+1024 tokens 3e-6 of the sums of squares, as much as float32 products lose, with 16384 7e-5 (an H200; docs/log.md)."""
+
+
+def left_factor(x: Tensor, roots: Tensor | None) -> Tensor:
+    """Return what stands on the left of `Σ w x yᵀ` for any `y`: `√w x` in float32, or `x` itself for tensor cores.
+
+    Args:
+        x: `(tokens, n)` states.
+        roots: `(tokens, 1)` float32 square roots of the weights; None where all are one.
+    """
+    if _exact(x):
+        return x
+    return x.float() if roots is None else roots * x.float()
+
+
+def right_factors(left: Tensor, y: Tensor, roots: Tensor | None) -> list[Tensor]:
+    """Return what stands on the right: the sum over them of `leftᵀ right` is `Σ w x yᵀ`.
+
+    Args:
+        left: `left_factor` of `x`.
+        y: `(tokens, m)` states, or `left` where it is `x`, too.
+        roots: as for `left_factor`.
+    """
+    if not _exact(left):
+        return [left if y is left else left_factor(y.float(), roots)]
+    if roots is None and y.dtype == left.dtype:
+        return [y]
+    weighted = y.float() if roots is None else roots.square() * y.float()
+    high = weighted.to(left.dtype)
+    return [high, (weighted - high.float()).to(left.dtype)]
+
+
+def product(left: Tensor, rights: Sequence[Tensor]) -> Tensor:
+    """Return `Σ_right leftᵀ right`, `(n, m)` float32, of `(tokens, n)` and `(tokens, m)` factors.
+
+    Cost: `2·tokens·n·m` operations for each right factor.
+    """
+    first, *rest = rights
+    if not _exact(left):
+        return left.mT @ first
+    some, *others = zip(left.split(TOGETHER), first.split(TOGETHER), strict=True)
+    total = _in_float32(*some)
+    for pair in others:
+        total += _in_float32(*pair)
+    for small in rest:  # some 2^-9 of the first: what is cut off of its sums does not count
+        total += _in_float32(left, small)
+    return total
+
+
+def _exact(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.is_cuda and _has_tensor_cores(x.device)
+
+
+@functools.cache
+def _has_tensor_cores(device: torch.device) -> bool:
+    """Tell whether a GPU multiplies bfloat16 matrices with float32 results: PyTorch before 2.8 does not say."""
+    probe = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        return torch.cuda.get_device_capability(device) >= (8, 0) and bool(_in_float32(probe, probe).eq(16).all())
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _in_float32(left: Tensor, right: Tensor) -> Tensor:
+    return torch.mm(left.mT, right, out_dtype=torch.float32)
