@@ -40,6 +40,9 @@ class Row(NamedTuple):
     """Its tokens."""
 
 
+AT_ONCE = {"cpu": 0, "cuda": 4096}
+"""Tokens, by device type, that run in about the time that it takes to start them: so few may be padded as they like."""
+
 KEYS_AND_VALUES = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers whose cache can be given to several texts."""
 
@@ -119,7 +122,7 @@ def score_answers(
             for number, each in enumerate(batch)
             for place, answer in zip(each.places, each.answers, strict=True)
         ]
-        parts = _parts(rows, batch_size)
+        parts = _parts(rows, batch_size, AT_ONCE[first.device.type])
         for number, part in enumerate(parts):
             cache = found[CACHE]
             if number + 1 < len(parts):
@@ -142,12 +145,18 @@ def _batches(asked: Sequence[Question], batch_size: int) -> Iterator[list[Questi
         yield batch
 
 
-def _parts(rows: list[Row], batch_size: int) -> list[list[Row]]:
-    """Return the answers of a batch, longest first, in parts that need little padding: no more than a quarter each."""
+def _parts(rows: list[Row], batch_size: int, at_once: int) -> list[list[Row]]:
+    """Return the answers of a batch, longest first, in parts that need little padding: no more than a quarter each.
+
+    Or that are no more than `at_once` tokens, whatever the padding.
+    """
     parts: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: len(row.answer), reverse=True):
-        if parts and len(parts[-1]) < batch_size and 4 * len(row.answer) >= 3 * len(parts[-1][0].answer):
-            parts[-1].append(row)
+        part = parts[-1] if parts else []
+        longest = len(part[0].answer) if part else 0
+        alike = 4 * len(row.answer) >= 3 * longest or (len(part) + 1) * longest <= at_once
+        if part and len(part) < batch_size and alike:
+            part.append(row)
         else:
             parts.append([row])
     return parts
