@@ -9,7 +9,7 @@ it was stopped. A row takes about 20 minutes on one core. `--jobs` shares the ro
 
     python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER
     python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER --allocation error --json FILE
-    python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER --device cuda --batch-size 192 --jobs 8 --seed 0 1 2
+    python benchmarks/zero_shot.py --data FOLDER --tasks FOLDER --device cuda --batch-size 192 --jobs 4 --seed 0 1 2
 """
 
 import argparse

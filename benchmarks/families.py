@@ -1,0 +1,196 @@
+"""Families for which no trained weights are at hand: small models of them, trained here, and what they lose.
+
+Four layers of 128 with some million parameters each, trained on passages, instructions and Wikipedia until they use
+what they have: models trained on a third of that lose next to nothing (docs/log.md). Protocol: float32, `uniform`;
+calibrated on 64 windows of 256 tokens of text left out of training, measured on 400 windows of what comes after it.
+A model takes some 25 minutes to train on one core, and is kept in `--cache`.
+
+    python benchmarks/families.py --data FOLDER --cache FOLDER
+
+`--data` holds `wikitext2/wiki.test.raw`, `calibration/instruct.jsonl` with `text`, and `zeroshot/`: questions of
+HellaSwag, BoolQ and LAMBADA in the shapes of docs/zero-shot.md.
+"""
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+import modegpt
+from common import RESULTS, finished, save
+
+WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH = 128, 4, 4, 2048, 256
+BATCH, STEPS, WARMUP, RATE = 16, 2200, 100, 3e-3
+CALIBRATION, EVALUATION = 64, 400
+"""Windows."""
+SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
+ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+
+
+def opt() -> PreTrainedModel:
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "word_embed_proj_dim": WIDTH, "ffn_dim": 4 * WIDTH}
+    sizes |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "max_position_embeddings": LENGTH}
+    drop: dict[str, Any] = {"dropout": 0, "attention_dropout": 0}
+    return OPTForCausalLM(OPTConfig(**sizes, **drop, vocab_size=VOCABULARY, pad_token_id=1, **ENDS))
+
+
+def gpt2() -> PreTrainedModel:
+    drop: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drop, vocab_size=VOCABULARY, **ENDS))
+
+
+def rotary(mlp: int) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": mlp,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": True,
+        **ENDS,
+    }
+
+
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "opt": opt,
+    "gpt2": gpt2,
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**rotary(4 * WIDTH))),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**rotary(3 * WIDTH), num_key_value_heads=2)),
+}
+
+
+def documents(data: Path) -> list[str]:
+    """Return all texts, in an order that is always the same."""
+
+    def records(file: str) -> Iterator[dict[str, Any]]:
+        with (data / file).open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+    texts = [record["text"] for record in records("calibration/instruct.jsonl")]
+    texts += [record["context"] + record["continuation"] for record in records("zeroshot/lambada_openai.jsonl")]
+    for record in records("zeroshot/hellaswag.jsonl"):
+        texts.append(record["query"] + " " + record["choices"][record["gold"]])
+    passages = (record["query"].rsplit("Question:", 1)[0] for record in records("zeroshot/boolq.jsonl"))
+    texts += dict.fromkeys(passages)
+    lines = (data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8").split("\n")
+    texts += ["\n".join(lines[start : start + 8]) for start in range(0, len(lines), 8)]
+    random.Random(0).shuffle(texts)
+    return texts
+
+
+def prepared(data: Path) -> tuple[Tensor, Tensor]:
+    """Return the tokens to train on, nine of ten documents, and those left out."""
+    texts = documents(data)
+    n_trained = len(texts) * 9 // 10
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts[:n_trained], trainer)
+    parts = texts[:n_trained], texts[n_trained:]
+    trained, left_out = (
+        torch.tensor([token for each in tokenizer.encode_batch(part) for token in (0, *each.ids)]) for part in parts
+    )
+    return trained, left_out
+
+
+def train(family: str, tokens: Tensor, folder: Path) -> None:
+    """Train a model by AdamW, its rate falling to 0, and write it."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]().train()
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    vectors = [weight for weight in model.parameters() if weight.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95))
+    places = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = RATE * min(1, (step + 1) / WARMUP) * (1 - step / STEPS)
+        starts = torch.randint(0, len(tokens) - LENGTH, (BATCH,), generator=places)
+        batch = torch.stack([tokens[start : start + LENGTH] for start in starts])
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 100 == 0:
+            print(f"{family}: step {step + 1} of {STEPS}, loss {loss.item():.2f}", flush=True)
+    model.eval().save_pretrained(folder)
+
+
+def measure(family: str, data: Path, cache: Path) -> list[dict[str, Any]]:
+    """Return the rows of a family, whose model is trained unless it is there."""
+    torch.set_num_threads(1)
+    trained, left_out = prepared(data)
+    folder = cache / family
+    if not folder.exists():
+        train(family, trained, folder)
+    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    n_seen = CALIBRATION * LENGTH
+    windows, text = left_out[:n_seen].view(-1, LENGTH), left_out[n_seen : n_seen + EVALUATION * LENGTH]
+    perplexity = modegpt.perplexity(dense, text, LENGTH).perplexity
+    rows = []
+    for sparsity in SPARSITIES:
+        row: dict[str, Any] = {"family": family, "parameters": dense.num_parameters(), "dense": perplexity}
+        row["sparsity"] = sparsity
+        for solver in ("paper", "best"):
+            config = modegpt.CompressionConfig(sparsity=sparsity, solver=solver, allocation="uniform")
+            found = modegpt.perplexity(modegpt.compress(dense, windows, config), text, LENGTH).perplexity
+            row[solver] = math.log(found / perplexity)
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure every family that is not in the result file yet."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--data", type=Path, default=Path("data"))
+    arguments.add_argument("--cache", type=Path, required=True, help="where the trained models are kept")
+    arguments.add_argument("--jobs", type=int, default=2, help="families at once, each on one core")
+    arguments.add_argument("--json", type=Path, default=RESULTS / "families.json")
+    asked = arguments.parse_args()
+    about = {
+        "protocol": {
+            "training": f"{STEPS} steps of {BATCH} x {LENGTH} tokens",
+            "shape": f"{LAYERS} layers of {WIDTH}, {HEADS} heads, {VOCABULARY} tokens of vocabulary",
+            "calibration": f"{CALIBRATION} x {LENGTH} tokens left out of training",
+            "evaluation": f"{EVALUATION} x {LENGTH} tokens that follow",
+            "allocation": "uniform",
+            "dtype": "float32",
+            "figures": "rise of log perplexity over the dense model",
+        }
+    }
+    rows = finished(asked.json, about)
+    todo = [family for family in FAMILIES if not any(row["family"] == family for row in rows)]
+    with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as pool:
+        for future in [pool.submit(measure, family, asked.data, asked.cache) for family in todo]:
+            rows += future.result()
+            save(asked.json, {**about, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
