@@ -10,14 +10,14 @@ from torch.nn import functional
 from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig
 
 from conformance.families import EXPERTS, FAMILIES, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, Family, tokens
+from decompose.selections import by_loss
 from modegpt import compress, expert_refit
 from modegpt.architectures import Architecture, Dimensions, architecture_of
 from modegpt.architectures.access import Layout
 from modegpt.at_rest import at_rest
 from modegpt.config import CompressionConfig
-from modegpt.decompose.energy import energy
-from modegpt.decompose.nystrom import nystrom
-from modegpt.decompose.saliency import saliency
+from modegpt.decompose.energy import energy_scores
+from modegpt.decompose.nystrom import keep_highest, nystrom
 from modegpt.distributed import Team
 from modegpt.expert_refit import ExpertRefit
 from modegpt.experts import in_turn, routed, told, watched
@@ -28,7 +28,7 @@ from modegpt.preparation import EXPERT_STEP
 from modegpt.shards import ShardBlocks, find_tensors, skeleton
 from modegpt.solvers import SOLVERS
 from modegpt.solvers.experts import decide, unseen
-from modegpt.solvers.mlp import RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
+from modegpt.solvers.mlp import RIDGE, TARGET_RIDGE
 from modegpt.tiny import random_model, tiny_config
 from modegpt.token_weights import weighed_by_norm
 
@@ -108,8 +108,8 @@ def test_moments_are_those_of_the_tokens_sent_by_their_shares(model: Any, weight
 
 SELECTIONS = {
     "leverage": lambda moment, down: nystrom(moment, down, RANK),
-    "energy": lambda moment, down: energy(moment, down, RANK, RIDGE),
-    "saliency": lambda moment, down: saliency(moment, down, RANK, SALIENCY_RIDGE, RIDGE),
+    "energy": lambda moment, down: keep_highest(moment, down, energy_scores(moment, down), RANK, RIDGE),
+    "saliency": lambda moment, down: keep_highest(moment, down, by_loss(moment, down, RANK), RANK, RIDGE),
 }
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import modegpt
 from conformance.families import FAMILIES, Family, tokens
+from decompose.selections import by_loss
 from modegpt import attention_logits, staged
 from modegpt.architectures.access import Layout
 from modegpt.at_rest import at_rest
@@ -17,10 +18,8 @@ from modegpt.attention_logits import FIRST, QUERIES, record_logits
 from modegpt.blocks import run_block
 from modegpt.config import CompressionConfig
 from modegpt.decompose.asymmetric import asymmetric_refit
-from modegpt.decompose.energy import energy_scores
 from modegpt.decompose.fold import folded_up, own_share
 from modegpt.decompose.nystrom import refit
-from modegpt.decompose.saliency import saliencies
 from modegpt.dense_pass import EVERY, DensePass
 from modegpt.distributed import join_team
 from modegpt.experts import run_in_turn
@@ -30,7 +29,7 @@ from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import GATES_EVERY, BlockMoments, record_moments
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
-from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, MARGIN, RIDGE, SALIENCY_RIDGE, TARGET_RIDGE
+from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, RIDGE, TARGET_RIDGE
 from modegpt.staged import BlockCompressor
 from modegpt.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.token_weights import token_weights
@@ -200,20 +199,6 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
     assert all(torch.equal(left, right) for left, right in zip(again, whole, strict=True))
     assert not any("forward" in vars(module) for module in block.modules())
     assert not hooks_of(block)
-
-
-def by_loss(moment: torch.Tensor, down: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return the saliencies, or the energies if their highest neurons lose clearly less after the refit."""
-    scores = {"saliency": saliencies(moment, down, SALIENCY_RIDGE), "energy": energy_scores(moment, down)}
-    losses = {}
-    for name, own in scores.items():
-        kept = own.argsort(descending=True)[:rank].sort().values
-        change = torch.zeros_like(down)
-        change[:, kept] = refit(moment, down, kept, RIDGE)[0]
-        change -= down
-        held_back = moment.diagonal()[kept] * change[:, kept].square().sum(0)
-        losses[name] = ((change @ moment) * change).sum() + RIDGE * held_back.sum()
-    return scores["energy" if losses["energy"] < MARGIN * losses["saliency"] else "saliency"]
 
 
 @pytest.mark.parametrize("felt", [False, True], ids=["", "felt by the logits"])

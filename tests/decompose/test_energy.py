@@ -6,8 +6,8 @@ from oracles import ERROR_FLOOR, GAUSSIAN_TOLERANCE, ROUNDING, normal, propertie
 from selections import assert_highest_are_kept_and_refitted
 
 from modegpt.decompose import NotPositiveDefiniteError
-from modegpt.decompose.energy import energy, energy_scores
-from modegpt.decompose.nystrom import nystrom
+from modegpt.decompose.energy import energy_scores
+from modegpt.decompose.nystrom import NystromResult, keep_highest, nystrom
 
 D_INT, D_MODEL = 8, 5
 ranks = st.integers(1, D_INT)
@@ -17,6 +17,10 @@ ridges = st.sampled_from([0.0, 0.03, 1.0])
 def problem(seed, n_tokens=6 * D_INT):
     z = states(seed, n_tokens, D_INT)
     return z, z.T @ z, normal(seed + 1, D_MODEL, D_INT)
+
+
+def energy(moment, down, rank, ridge=0.0) -> NystromResult:
+    return keep_highest(moment, down, energy_scores(moment, down), rank, ridge)
 
 
 @properties

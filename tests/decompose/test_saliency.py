@@ -6,9 +6,9 @@ from oracles import ERROR_FLOOR, GAUSSIAN_TOLERANCE, ROUNDING, normal, propertie
 from selections import assert_highest_are_kept_and_refitted
 
 from modegpt.decompose import NotPositiveDefiniteError
-from modegpt.decompose.energy import energy, energy_scores
-from modegpt.decompose.nystrom import ridge_leverage_scores
-from modegpt.decompose.saliency import saliencies, saliency
+from modegpt.decompose.energy import energy_scores
+from modegpt.decompose.nystrom import NystromResult, highest, keep_highest, ridge_leverage_scores
+from modegpt.decompose.saliency import saliencies
 
 D_INT, D_MODEL = 8, 5
 ranks = st.integers(1, D_INT)
@@ -19,6 +19,10 @@ def problem(seed):
     # Neurons that tell the same in part, so that the others can make up for one.
     mixed = states(seed, 6 * D_INT, D_INT) @ (torch.eye(D_INT) + 0.5 * normal(seed + 2, D_INT, D_INT))
     return mixed, mixed.T @ mixed, normal(seed + 1, D_MODEL, D_INT)
+
+
+def saliency(moment, down, rank, ridge, refit_ridge) -> NystromResult:
+    return keep_highest(moment, down, saliencies(moment, down, ridge), rank, refit_ridge)
 
 
 @properties
@@ -98,7 +102,7 @@ def test_it_drops_what_another_tells_where_energy_drops_the_quietest():
     down /= down.norm(dim=0)
     z[:, 7] = z[:, 6] + 0.1 * z[:, 7]
     moment = z.T @ z
-    assert 0 not in energy(moment, down, D_INT - 1).kept
+    assert 0 not in highest(energy_scores(moment, down), D_INT - 1)
     kept = saliency(moment, down, D_INT - 1, 0.01, 0.01).kept
     assert 0 in kept
     assert len({6, 7} & set(kept.tolist())) == 1

@@ -137,13 +137,18 @@ def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> Nyst
     Raises:
         NotPositiveDefiniteError: the moment is indefinite, or an input is not finite.
     """
-    psd.require_finite(down, "the down projection")
     complement, jitter = inverse_diagonal(moment, ridge)
     return keep_highest(moment, down, -complement, rank)._replace(jitter=jitter)
 
 
 def keep_highest(moment: Tensor, down: Tensor, scores: Tensor, rank: int, ridge: float = 0.0) -> NystromResult:
-    """Keep the `rank` neurons of the highest of `(d_int,)` scores, ties by the lower index, and `refit` to them."""
+    """Keep the `rank` neurons of the highest of `(d_int,)` scores, ties by the lower index, and `refit` to them.
+
+    Raises:
+        NotPositiveDefiniteError: the moment or the down projection is not finite.
+    """
+    psd.require_finite(down, "the down projection")
+    psd.require_finite(moment, "the moment of the MLP")
     kept = highest(scores, rank)
     weight, error, deficiency = refit(moment, down, kept, ridge)
     return NystromResult(kept, weight, error, 0.0, deficiency)

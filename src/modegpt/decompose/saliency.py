@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from . import psd
-from .nystrom import NystromResult, keep_highest
 
 
 def saliencies(moment: Tensor, down: Tensor, ridge: float) -> Tensor:
@@ -29,27 +28,3 @@ def saliencies(moment: Tensor, down: Tensor, ridge: float) -> Tensor:
     alive = size > 0
     lower, _jitter = psd.cholesky(moment, torch.where(alive, ridge * size, 1))
     return torch.where(alive, down.square().sum(0) / psd.inverse_diagonal(lower), 0)
-
-
-def saliency(
-    moment: Tensor, down: Tensor, rank: int, ridge: float, refit_ridge: float, heard: Tensor | None = None
-) -> NystromResult:
-    """Compress an MLP to the `rank` neurons of the largest saliency, then refit by ridge least squares.
-
-    Ties are broken by the lower index. Cost: that of `nystrom`.
-
-    Args:
-        moment: `(d_int, d_int)` second moment, symmetric positive semidefinite, float64.
-        down: `(d_model, d_int)` weight of the down projection (Hugging Face layout: out, in), float64.
-        rank: neurons to keep, `1 ≤ rank ≤ d_int`.
-        ridge: `μ > 0` of the saliencies, relative to each neuron's own energy.
-        refit_ridge: `λ` of the refit, likewise.
-        heard: `(d_model, d_int)`, what the scores read in place of `down`: what comes through a norm behind it.
-
-    Raises:
-        NotPositiveDefiniteError: an input is not finite.
-    """
-    psd.require_finite(down, "the down projection")
-    psd.require_finite(moment, "the moment of the MLP")
-    scores = saliencies(moment, down if heard is None else heard, ridge)
-    return keep_highest(moment, down, scores, rank, refit_ridge)

@@ -11,10 +11,10 @@ from ..architectures.access import Affine, BlockWeights
 from ..config import CompressionConfig
 from ..decompose import NystromResult, nystrom
 from ..decompose.asymmetric import asymmetric_refit
-from ..decompose.energy import energy, energy_scores
+from ..decompose.energy import energy_scores
 from ..decompose.fold import folded_up, own_share
-from ..decompose.nystrom import damped_loss, highest, refit_weight
-from ..decompose.saliency import saliencies, saliency
+from ..decompose.nystrom import damped_loss, highest, keep_highest, refit_weight
+from ..decompose.saliency import saliencies
 from ..moments import BlockMoments
 from .bias import centred, shifted_bias
 from .decision import Decide, Decision, Solver
@@ -53,19 +53,25 @@ def leverage(
     return _decision(weights, moments, result, weights.down.bias, notes)
 
 
-def late(select: Callable[..., NystromResult]) -> Decide:
-    """Return a solver that chooses neurons by what they write, and refits with a ridge.
+def late(*scores: Callable[[Tensor, Tensor], Tensor]) -> Decide:
+    """Return a solver that chooses neurons by what they write, and refits with a ridge (`keep_highest`).
 
-    Where the down projection has a bias, both are of what varies: the bias takes over the mean of what is dropped.
+    Of two scores it takes, in each layer, the one whose highest neurons lose less after a refit (`chosen_scores`).
+    Where the down projection has a bias, all are of what varies: the bias takes over the mean of what is dropped.
+
+    Raises:
+        NotPositiveDefiniteError: an input is not finite.
     """
 
     def decide(
         weights: BlockWeights, dims: Dimensions, moments: BlockMoments, rank: int, config: CompressionConfig
     ) -> Decision:
         assert weights.down is not None
-        down = weights.down.weight.double()
-        # The gain is for the scores alone: least squares go row by row, and it may be 0.
-        result = select(centred(moments, "mlp"), down, rank, heard=_heard(down, weights.mlp_gain))
+        down, moment = weights.down.weight.double(), centred(moments, "mlp")
+        # The gain is for the choice alone: least squares go row by row, and it may be 0.
+        heard = _heard(down, weights.mlp_gain)
+        own = chosen_scores([score(moment, heard) for score in scores], moment, heard, rank)
+        result = keep_highest(moment, down, own, rank, RIDGE)
         bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, lambda mean: mean[result.kept])
         return _decision(weights, moments, result, bias, [])
 
@@ -109,11 +115,12 @@ def chosen_scores(candidates: Sequence[Tensor], moment: Tensor, down: Tensor, ra
 
     By `damped_loss`, what the ridge refit leaves, less than `MARGIN` of the other's. The score of one neuron does not
     know what goes with it: where two tell the same, the saliency finds both cheap, as each would make up for the other.
-    Cost: a refit for each of two; none for one.
+    Cost: a refit in float32 for each of two; none for one.
     """
     if len(candidates) == 1:
         return candidates[0]
     first, other = candidates
+    moment, down = moment.float(), down.float()
     left, less = (damped_loss(moment, down, highest(scores, rank), RIDGE) for scores in (first, other))
     return other if less < MARGIN * left else first
 
@@ -230,13 +237,9 @@ def _centred_needs(_dims: Dimensions, bias: bool) -> tuple[str, ...]:
 LEVERAGE = Solver(leverage, needs=lambda dims, bias: ("mlp",))
 
 
-def _late(select: Callable[..., NystromResult], *scores: Callable[[Tensor, Tensor], Tensor]) -> Solver:
-    return Solver(late(select), needs=_centred_needs, late=True, ahead=ahead(*scores))
+def _late(*scores: Callable[[Tensor, Tensor], Tensor]) -> Solver:
+    return Solver(late(*scores), needs=_centred_needs, late=True, ahead=ahead(*scores))
 
 
-ENERGY = _late(partial(energy, ridge=RIDGE), energy_scores)
-SALIENCY = _late(
-    partial(saliency, ridge=SALIENCY_RIDGE, refit_ridge=RIDGE),
-    partial(saliencies, ridge=SALIENCY_RIDGE),
-    energy_scores,
-)
+ENERGY = _late(energy_scores)
+SALIENCY = _late(partial(saliencies, ridge=SALIENCY_RIDGE), energy_scores)
