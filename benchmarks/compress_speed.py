@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,13 @@ def child(options: argparse.Namespace) -> None:
     config = CompressionConfig(
         sparsity=options.sparsity, solver=options.solver[0], device=options.device, batch_size=options.batch_size
     )
-    report = compress_to_folder(options.child, windows, options.child / "out", config)
+    start = time.perf_counter()
+
+    def progress(stage: str, done: int, total: int) -> None:
+        # So that a run that is stopped has told how far it came.
+        print(f"{stage} {done} of {total}, {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+    report = compress_to_folder(options.child, windows, options.child / "out", config, progress=progress)
     wanted = ("seconds", "peak_memory_bytes", "peak_gpu_memory_bytes", "sparsity")
     print(json.dumps({name: report[name] for name in wanted}))
 
