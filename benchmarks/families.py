@@ -1,14 +1,14 @@
 """Families for which no trained weights are at hand: small models of them, trained here, and what they lose.
 
-Four layers of 128 with some million parameters each, trained on passages, instructions and Wikipedia until they use
+Four layers of 128 with about a million parameters each, trained on passages, instructions and Wikipedia until they use
 what they have: models trained on a third of that lose next to nothing (docs/log.md). Protocol: float32, `uniform`;
 calibrated on 64 windows of 256 tokens of text left out of training, measured on 400 windows of what comes after it.
 A model takes some 25 minutes to train on one core, and is kept in `--cache`.
 
-    python benchmarks/families.py --data FOLDER --cache FOLDER
+    python benchmarks/families.py --data FOLDER --instruct FILE --tasks FOLDER --cache FOLDER
 
-`--data` holds `wikitext2/wiki.test.raw`, `calibration/instruct.jsonl` with `text`, and `zeroshot/`: questions of
-HellaSwag, BoolQ and LAMBADA in the shapes of docs/zero-shot.md.
+`--data` holds `wiki.test.raw`, the lines of `--instruct` have a `text`, and `--tasks` holds questions of HellaSwag,
+BoolQ and LAMBADA in the shapes of docs/zero-shot.md.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -82,28 +82,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-def documents(data: Path) -> list[str]:
+def documents(asked: argparse.Namespace) -> list[str]:
     """Return all texts, in an order that is always the same."""
 
-    def records(file: str) -> Iterator[dict[str, Any]]:
-        with (data / file).open(encoding="utf-8") as lines:
+    def records(file: Path) -> Iterator[dict[str, Any]]:
+        with file.open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)
 
-    texts = [record["text"] for record in records("calibration/instruct.jsonl")]
-    texts += [record["context"] + record["continuation"] for record in records("zeroshot/lambada_openai.jsonl")]
-    for record in records("zeroshot/hellaswag.jsonl"):
+    texts = [record["text"] for record in records(asked.instruct)]
+    texts += [record["context"] + record["continuation"] for record in records(asked.tasks / "lambada_openai.jsonl")]
+    for record in records(asked.tasks / "hellaswag.jsonl"):
         texts.append(record["query"] + " " + record["choices"][record["gold"]])
-    passages = (record["query"].rsplit("Question:", 1)[0] for record in records("zeroshot/boolq.jsonl"))
+    passages = (record["query"].rsplit("Question:", 1)[0] for record in records(asked.tasks / "boolq.jsonl"))
     texts += dict.fromkeys(passages)
-    lines = (data / "wikitext2" / "wiki.test.raw").read_text(encoding="utf-8").split("\n")
+    lines = (asked.data / "wiki.test.raw").read_text(encoding="utf-8").split("\n")
     texts += ["\n".join(lines[start : start + 8]) for start in range(0, len(lines), 8)]
     random.Random(0).shuffle(texts)
     return texts
 
 
-def prepared(data: Path) -> tuple[Tensor, Tensor]:
+def prepared(asked: argparse.Namespace) -> tuple[Tensor, Tensor]:
     """Return the tokens to train on, nine of ten documents, and those left out."""
-    texts = documents(data)
+    texts = documents(asked)
     n_trained = len(texts) * 9 // 10
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -138,14 +138,16 @@ def train(family: str, tokens: Tensor, folder: Path) -> None:
         optimizer.step()
         if (step + 1) % 100 == 0:
             print(f"{family}: step {step + 1} of {STEPS}, loss {loss.item():.2f}", flush=True)
-    model.eval().save_pretrained(folder)
+    unfinished = folder.with_suffix(".partial")
+    model.eval().save_pretrained(unfinished)
+    unfinished.rename(folder)
 
 
-def measure(family: str, data: Path, cache: Path) -> list[dict[str, Any]]:
+def measure(family: str, asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of a family, whose model is trained unless it is there."""
     torch.set_num_threads(1)
-    trained, left_out = prepared(data)
-    folder = cache / family
+    trained, left_out = prepared(asked)
+    folder = asked.cache / family
     if not folder.exists():
         train(family, trained, folder)
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -169,6 +171,8 @@ def main() -> None:
     """Measure every family that is not in the result file yet."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--data", type=Path, default=Path("data"))
+    arguments.add_argument("--instruct", type=Path, required=True)
+    arguments.add_argument("--tasks", type=Path, default=Path("data"))
     arguments.add_argument("--cache", type=Path, required=True, help="where the trained models are kept")
     arguments.add_argument("--jobs", type=int, default=2, help="families at once, each on one core")
     arguments.add_argument("--json", type=Path, default=RESULTS / "families.json")
@@ -187,8 +191,9 @@ def main() -> None:
     rows = finished(asked.json, about)
     todo = [family for family in FAMILIES if not any(row["family"] == family for row in rows)]
     with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as pool:
-        for future in [pool.submit(measure, family, asked.data, asked.cache) for family in todo]:
+        for future in as_completed([pool.submit(measure, family, asked) for family in todo]):
             rows += future.result()
+            rows.sort(key=lambda row: (list(FAMILIES).index(row["family"]), row["sparsity"]))
             save(asked.json, {**about, "rows": rows})
 
 

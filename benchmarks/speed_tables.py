@@ -69,7 +69,7 @@ def _compiled_on_gpu(data: dict[str, Any]) -> str:
     return (
         "\n\nWith `--compile`, which replays the kernels of a token as one graph, the same model decodes "
         f"{decode['median']:.2f} times as fast ({decode['min']:.2f}\nto {decode['max']:.2f}; {decode['allowed']:.2f} "
-        f"is possible) in batches of {row['batch_size']}: {rates}, with {memory}."
+        f"is possible) in batches of {row['batch_size']}: {rates}, with {memory}. Prompts are not compiled."
     )
 
 

@@ -191,6 +191,26 @@ def gemma3(data: dict[str, Any]) -> str:
     )
 
 
+@section("families.json")
+def families(data: dict[str, Any]) -> str:
+    """Return the section on small models of other families."""
+    about, lines, dense = data["protocol"], {}, {}
+    for row in data["rows"]:
+        dense[row["family"]] = row["dense"]
+        lines.setdefault(row["family"], {})[row["sparsity"]] = f"{row['paper']:.3f}, {row['best']:.3f}"
+    shares = sorted({row["sparsity"] for row in data["rows"]})
+    rows = [
+        [f"`{family}`", f"{dense[family]:.1f}", *(cells[share] for share in shares)] for family, cells in lines.items()
+    ]
+    return (
+        "**Other families**, of which no small trained weights are at hand: models trained for it on passages, "
+        f"instructions and Wikipedia\n({about['shape']}; {about['training']}).\n"
+        f"`{about['allocation']}`, {about['dtype']}, calibrated on {about['calibration']}, measured on "
+        f"{about['evaluation']}:\nrise of log perplexity with `paper` and with `best` (`benchmarks/families.py`).\n\n"
+        + table(["family", "dense perplexity", *(f"{share:.0%}" for share in shares)], rows)
+    )
+
+
 def figures() -> str:
     """Return everything between the README's markers."""
     sections = (
@@ -200,6 +220,7 @@ def figures() -> str:
         rivals(),
         allocation(),
         gemma3(),
+        families(),
         stock(),
         zero_shot(),
         speed(),

@@ -57,20 +57,24 @@ def test_scores_are_those_of_a_cpu(family: Family, rule: str):
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
-def test_moments_of_bfloat16_states_lose_no_more_than_float32_products(weighted: bool):
+def test_moments_of_bfloat16_states_lose_what_float32_products_do(weighted: bool):
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(5000, 1500, generator=generator, device="cuda").pow(3).bfloat16()
     roots = torch.rand(len(x), 1, generator=generator, device="cuda") if weighted else None
     left = left_factor(x, roots)
     assert left.dtype == torch.bfloat16
-    total = torch.zeros(1500, 1500, dtype=torch.float64, device="cuda")
-    add_lower(total, left, right_factors(left, left, roots))
-    fill_upper(total)
-    rooted = x.double() if roots is None else roots.double() * x.double()
-    expected = rooted.mT @ rooted
+    rooted = x.float() if roots is None else roots * x.float()
+    expected = rooted.double().mT @ rooted.double()
     size = expected.diagonal().sqrt()
-    # Float32 products of as many tokens lose up to 6e-6 on an H200, these 4e-6.
-    assert ((total - expected) / (size[:, None] * size)).abs().max() < 1e-5
+
+    def lost(factors: tuple[torch.Tensor, list[torch.Tensor]]) -> float:
+        total = torch.zeros(1500, 1500, dtype=torch.float64, device="cuda")
+        add_lower(total, *factors)
+        fill_upper(total)
+        return ((total - expected) / (size[:, None] * size)).abs().max().item()
+
+    # On an H200 6e-6 in float32, and 4e-6 by these; with all tokens summed at once they lose ten times as much.
+    assert lost((left, right_factors(left, left, roots))) < 2 * lost((rooted, [rooted]))
 
 
 @pytest.mark.parametrize("settings", [{"solver": "paper"}, {"solver": "best"}], ids=["paper", "best"])

@@ -55,6 +55,21 @@ def test_text_is_sampled_from_the_model_in_memory_and_from_shards(family: Family
     assert torch.equal(written(str(tmp_path / "dense"), coverage=0.5), windows)
 
 
+@pytest.mark.parametrize("n_kept", [0, 1, 2])
+def test_where_there_is_room_blocks_are_read_once(n_kept: int, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU; here one is made believe, in which half of the memory is taken after so many blocks."""
+    dense = FAMILIES[0].dense()
+    run = run_of(dense, coverage=0.5)
+    read, peek = [], run.source.blocks.peek
+    monkeypatch.setattr(run.source.blocks, "peek", lambda index, device: read.append(index) or peek(index, device))
+    monkeypatch.setattr("modegpt.own_text.free_gpu_memory_bytes", lambda device: 4 if len(read) <= n_kept else 2)
+    windows = run.coverage()
+    assert windows is not None
+    assert torch.equal(windows, expected(dense, 3, seed=0))
+    n_layers = run.source.dims.n_layers
+    assert len(read) == n_layers * (LENGTH - 1) - n_kept * (LENGTH - 2)
+
+
 def test_continuations_begin_where_all_windows_begin():
     dense = FAMILIES[0].dense()
     begun = torch.cat((torch.full((6, 1), 7), calibration()[:, 1:]), dim=1)

@@ -1,9 +1,9 @@
 """Weighted products of hidden states, `Σ_t w_t x_t y_tᵀ`: in float32, or as exactly by a GPU's bfloat16 products.
 
-A product of two bfloat16 numbers, of 8 bits each, is exact in float32. So where the states of a model that runs in
-bfloat16 are not multiplied by anything, their moments lose nothing on tensor cores, which sum in float32 and are some
-15 times as fast as float32 products (docs/log.md). Weights go into one factor, as two bfloat16 numbers that have 16
-bits together: their rounding, 2^-17, is far below that of the states.
+A product of two bfloat16 numbers, of 8 bits each, is exact in float32. So the moments of a model that runs in bfloat16
+are taken on tensor cores, whose sums lose what those of float32 products do if few are summed at once (`TOGETHER`), and
+which are some eight times as fast (docs/log.md). Weights go into one factor, as two bfloat16 numbers that have 16 bits
+together: their rounding, 2^-17, is far below that of the states. That is two products for one.
 """
 
 import functools
@@ -13,8 +13,13 @@ import torch
 from torch import Tensor
 
 TOGETHER = 1024
-"""Tokens whose products are summed on tensor cores, which cut off what does not fit and so lose always downwards: with
-1024 tokens 3e-6 of the sums of squares, as much as float32 products lose, with 16384 7e-5 (an H200; docs/log.md)."""
+"""Tokens whose products are summed on tensor cores, which cut off what does not fit, so that sums end nearer to zero:
+with 1024 tokens by 3e-6 of sums of squares, as float32 products do, with 16384 by 7e-5 (an H200; docs/log.md)."""
+
+
+def weighted(x: Tensor, roots: Tensor | None) -> Tensor:
+    """Return `w x`, `(tokens, n)` float32; arguments as for `left_factor`."""
+    return x.float() if roots is None else roots.square() * x.float()
 
 
 def left_factor(x: Tensor, roots: Tensor | None) -> Tensor:
@@ -41,9 +46,9 @@ def right_factors(left: Tensor, y: Tensor, roots: Tensor | None) -> list[Tensor]
         return [left if y is left else left_factor(y.float(), roots)]
     if roots is None and y.dtype == left.dtype:
         return [y]
-    weighted = y.float() if roots is None else roots.square() * y.float()
-    high = weighted.to(left.dtype)
-    return [high, (weighted - high.float()).to(left.dtype)]
+    whole = weighted(y, roots)
+    high = whole.to(left.dtype)
+    return [high, (whole - high.float()).to(left.dtype)]
 
 
 def product(left: Tensor, rights: Sequence[Tensor]) -> Tensor:

@@ -18,7 +18,7 @@ from .architectures.access import HEADS, Layout
 from .attention_logits import record_logits
 from .decompose.psd import all_finite
 from .errors import NumericalError
-from .exact_products import left_factor, product, right_factors
+from .exact_products import left_factor, product, right_factors, weighted
 from .experts import Routed, watched
 from .token_weights import weighed_by_norm
 from .triangle import add_lower, fill_upper
@@ -136,7 +136,8 @@ class BlockMoments:
                 what the output projection reads. Cost: about `d_int²` operations a token for `mlp`.
         """
         roots = self.roots if source in WEIGHTED else None
-        left = left_factor(self.counted(states), roots)
+        rows = self.counted(states)
+        left = left_factor(rows, roots)
         if source == "mlp" and "mlp_energy" in self.sums:
             self._add_energy(states.flatten(0, -2))
         if source == "mlp" and "mlp_target" in self.sums:
@@ -146,7 +147,7 @@ class BlockMoments:
             if name in SYMMETRIC:
                 self._add_square(name, left, roots)
             elif name.endswith("_sum"):
-                total += _weighted(self.counted(states), roots).sum(0, dtype=torch.float64).view_as(total)
+                total += weighted(rows, roots).sum(0, dtype=torch.float64).view_as(total)
             else:
                 heads = left.float().unflatten(-1, (len(total), -1)).transpose(0, 1)
                 total += heads.square().sum(1) if total.ndim == 2 else heads.mT @ heads
@@ -163,7 +164,7 @@ class BlockMoments:
         some = slice(None, None, GATES_EVERY) if self.gate_places is None else self.gate_places.to(up.device)
         z, u = (self.counted(states)[some] for states in (activations, up))
         roots = None if self.roots is None else self.roots[some]
-        # They were numbers of this dtype.
+        # The gates were numbers of this dtype before they were multiplied.
         a = torch.where(u != 0, z.float() / u.float(), 0).to(u.dtype)
         self._add_square("gate", left_factor(a, roots), roots)
 
@@ -184,11 +185,11 @@ class BlockMoments:
         assert self._mlp_input is not None
         y = self.counted(wanted)
         self.sums["mlp_target"] += product(self._mlp_input, right_factors(self._mlp_input, y, self.roots))
+        counts = weighted(y, self.roots)
         if "target_energy" in self.sums:
-            rooted = y.float() if self.roots is None else self.roots * y.float()
-            self.sums["target_energy"] += rooted.square().sum(dtype=torch.float64)
+            self.sums["target_energy"] += (counts * y.float()).sum(dtype=torch.float64)
         if "target_sum" in self.sums:
-            self.sums["target_sum"] += _weighted(y, self.roots).sum(0, dtype=torch.float64)
+            self.sums["target_sum"] += counts.sum(0, dtype=torch.float64)
         self._mlp_input = None
 
     def begin(self, batch: int, length: int, offsets: Tensor | None) -> None:
@@ -218,10 +219,6 @@ class BlockMoments:
                 source = name.split("_")[0]
                 meaning = MEANINGS.get(source, f"{source} states")
                 raise NumericalError(f"layer {layer}: NaN or infinity in the {meaning} on the calibration text")
-
-
-def _weighted(states: Tensor, roots: Tensor | None) -> Tensor:
-    return states.float() if roots is None else roots.square() * states.float()
 
 
 @contextmanager

@@ -16,9 +16,9 @@ LENGTH = 4
 """Tokens of a continuation, the random one included; others cost more or lose more (docs/log.md)."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once: some 100 MB each time they are copied."""
-KEPT_PART = 2
-"""Of a GPU's free memory one half may hold blocks from step to step: to read and copy one takes longer than to run it
-on such short texts."""
+FREE_PART = 2
+"""Blocks stay on a GPU from step to step as long as one half of what was free of it still is: to read and copy one
+takes longer than to run it on such short texts."""
 CUMULATED = 2**20
 """Float64 numbers in memory at once while tokens are drawn: what stays in the cache is summed thrice as fast."""
 
@@ -28,7 +28,7 @@ class Writer:
 
     Every step runs the whole model over all that is written so far. A cache would save half of the tokens at this
     length, and would have to be held for all continuations at once, for a model that may not fit in memory itself.
-    A GPU keeps as many blocks as half of its free memory holds, as long as this object lives.
+    A GPU keeps the blocks that half of its free memory has room for, as long as this object lives.
 
     Args:
         blocks: of the model.
@@ -52,7 +52,7 @@ class Writer:
         self._blocks, self._n_layers, self._embed = blocks, n_layers, embed
         self._team, self._device, self._done = team, device, done
         self._kept: dict[int, nn.Module] = {}
-        self._room = free_gpu_memory_bytes(device) // KEPT_PART
+        self._least = free_gpu_memory_bytes(device) // FREE_PART
 
     def windows(self, count: int, seq_len: int, start: int | None, vocab_size: int, seed: int) -> Tensor:
         """Return `(count, seq_len)` token ids: continuations one after another, whatever the number of processes.
@@ -105,9 +105,7 @@ class Writer:
         if index in self._kept:
             return self._kept[index]
         block = self._blocks.peek(index, self._device)
-        size = sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
-        if size <= self._room:
-            self._room -= size
+        if free_gpu_memory_bytes(self._device) > self._least:
             self._kept[index] = block
         return block
 

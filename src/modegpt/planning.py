@@ -84,7 +84,8 @@ def estimate(
     that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
     of a pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored)
     rate, `3·d_int³` a layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do
-    its copies. Attention scores and disk are left out, so read it as the right order, not as a promise.
+    its copies. Attention scores, disk and the blocks that a GPU with room for them keeps while the model writes are
+    left out, so read it as the right order, not as a promise.
     """
     dims = source.dims
     n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len

@@ -122,7 +122,7 @@ def score_answers(
             for number, each in enumerate(batch)
             for place, answer in zip(each.places, each.answers, strict=True)
         ]
-        parts = _parts(rows, batch_size, AT_ONCE[first.device.type])
+        parts = _parts(rows, batch_size, AT_ONCE.get(first.device.type, 0))
         for number, part in enumerate(parts):
             cache = found[CACHE]
             if number + 1 < len(parts):

@@ -15,8 +15,9 @@ add many small ones (docs/log.md)."""
 def add_lower(total: Tensor, left: Tensor, rights: Sequence[Tensor]) -> None:
     """Add a symmetric product to `total` on and below its diagonal; what is above it is of no use until `fill_upper`.
 
-    Products are float32, sums in the dtype of `total`. Cost: `tokens·n²` operations and as much again within the panels
-    on the diagonal, for `PANEL` of the `n` columns, and all that for each right factor. Memory: `PANEL·n`.
+    Products come in float32, and are summed in the dtype of `total`. Cost: `tokens·n²` operations and as much again
+    within the panels on the diagonal, for `PANEL` of the `n` columns, and all that for each right factor. Memory:
+    `2·PANEL·n`.
 
     Args:
         total: `(n, n)`.

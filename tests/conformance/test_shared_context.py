@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, Phi3Config
 
-from modegpt.shared_context import questions, score_answers, takes_part, turning_point
+from modegpt.shared_context import AT_ONCE, questions, score_answers, takes_part, turning_point
 
 from .conftest import Pair
 from .families import tokens
@@ -23,28 +23,34 @@ def alone(model, context: list[int], answer: list[int]) -> tuple[float, bool]:
     return likelihood, logs.argmax(-1).tolist() == answer
 
 
+@pytest.mark.parametrize("at_once", [0, 64], ids=["of like length", "together"])
 @pytest.mark.parametrize("which", ["dense", "compressed"])
-def test_scores_are_those_of_full_passes(pair: Pair, which: str):
+def test_scores_are_those_of_full_passes(pair: Pair, which: str, at_once: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
     model = in_float64(getattr(pair, which))
     if pair.dense._is_stateful or pair.family.architecture.mixers:
         assert not takes_part(model)
         pytest.skip("a state that only moves on cannot be shared")
     assert takes_part(model)
     requests = list(REQUESTS)
-    # What greedy decoding gives, so that one answer is told to be just that.
-    best = model(torch.tensor([CONTEXTS[0]]), use_cache=False).logits[0, -1].argmax().item()
-    requests.append((CONTEXTS[0], [best]))
+    # What greedy decoding gives, so that answers are told to be just that, one of them shorter than those beside it.
+    greedy: list[int] = []
+    for _ in range(2):
+        logits = model(torch.tensor([CONTEXTS[0] + greedy]), use_cache=False).logits
+        greedy.append(int(logits[0, -1].argmax()))
+        requests.append((CONTEXTS[0], list(greedy)))
     expected = {place: alone(model, *request) for place, request in enumerate(requests)}
     assert expected[len(REQUESTS)][1]
+    assert expected[len(REQUESTS) + 1][1]
     for batch_size in (1, 2, 64):
         reported: list[int] = []
         found = score_answers(model, questions(requests, 64), batch_size, None, reported.append)
         assert sum(reported) == len(requests)
         assert found.keys() == expected.keys()
-        for place, (likelihood, greedy) in expected.items():
+        for place, (likelihood, is_greedy) in expected.items():
             # Up to five tokens, each with the rounding of its logit and of its normaliser.
             assert found[place][0] == pytest.approx(likelihood, abs=10 * pair.family.exact, rel=0)
-            assert found[place][1] == greedy
+            assert found[place][1] == is_greedy
 
 
 def test_what_cannot_be_shared_is_left_out():

@@ -98,8 +98,7 @@ def damped_loss(moment: Tensor, down: Tensor, kept: Tensor, ridge: float) -> Ten
     dropped = _dropped(moment, kept)
     if len(dropped) == 0:
         return moment.new_zeros(())
-    rows = moment[kept]
-    cross, kept_moment = rows[:, dropped] @ down[:, dropped].mT, rows[:, kept]
+    cross, kept_moment = _crossed(moment, down, kept, dropped)
     size = kept_moment.diagonal()
     lower, _jitter = psd.cholesky(kept_moment, torch.where(size > 0, ridge * size, 1))
     made_up = torch.linalg.solve_triangular(lower, cross, upper=False).square().sum()
@@ -112,14 +111,17 @@ def _dropped(moment: Tensor, kept: Tensor) -> Tensor:
     return dropped.nonzero().squeeze(1)
 
 
+def _crossed(moment: Tensor, down: Tensor, kept: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `C_SD W_D` and `C_SS`. Of all of `C_S:`, 4.6 GB at `d_int = 28672`, nothing stays."""
+    rows = moment[kept]
+    return rows[:, dropped] @ down[:, dropped].mT, rows[:, kept]
+
+
 def _correct(
     moment: Tensor, down: Tensor, kept: Tensor, dropped: Tensor, ridge: float
 ) -> tuple[Tensor, Tensor, psd.Solution]:
     """Return `C_SD W_D`, `C_SS`, and what the kept rows of the weight are corrected by."""
-    rows = moment[kept]
-    cross = rows[:, dropped] @ down[:, dropped].mT
-    kept_moment = rows[:, kept]
-    del rows  # at d_int = 28672 it is 4.6 GB, and the solve needs that room
+    cross, kept_moment = _crossed(moment, down, kept, dropped)
     diagonal = kept_moment.diagonal().clone()
     kept_moment.diagonal().mul_(1 + ridge)
     found = psd.solve(kept_moment, cross)
@@ -142,6 +144,7 @@ def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> Nyst
     Raises:
         NotPositiveDefiniteError: the moment is indefinite, or an input is not finite.
     """
+    psd.require_finite(down, "the down projection")
     complement, jitter = inverse_diagonal(moment, ridge)
     return keep_highest(moment, down, -complement, rank)._replace(jitter=jitter)
 

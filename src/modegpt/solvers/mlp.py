@@ -9,7 +9,7 @@ from torch import Tensor
 from ..architectures import Dimensions
 from ..architectures.access import Affine, BlockWeights
 from ..config import CompressionConfig
-from ..decompose import NystromResult, nystrom
+from ..decompose import NystromResult, nystrom, psd
 from ..decompose.asymmetric import asymmetric_refit
 from ..decompose.energy import energy_scores
 from ..decompose.fold import folded_up, own_share
@@ -68,6 +68,8 @@ def late(*scores: Callable[[Tensor, Tensor], Tensor]) -> Decide:
     ) -> Decision:
         assert weights.down is not None
         down, moment = weights.down.weight.double(), centred(moments, "mlp")
+        psd.require_finite(down, "the down projection")
+        psd.require_finite(moment, "the moment of the MLP")
         # The gain is for the choice alone: least squares go row by row, and it may be 0.
         heard = _heard(down, weights.mlp_gain)
         own = chosen_scores([score(moment, heard) for score in scores], moment, heard, rank)
@@ -115,7 +117,7 @@ def chosen_scores(candidates: Sequence[Tensor], moment: Tensor, down: Tensor, ra
 
     By `damped_loss`, what the ridge refit leaves, less than `MARGIN` of the other's. The score of one neuron does not
     know what goes with it: where two tell the same, the saliency finds both cheap, as each would make up for the other.
-    Cost: a refit in float32 for each of two; none for one.
+    Cost: a factor and a triangular solve in float32 for each of two; nothing for one.
     """
     if len(candidates) == 1:
         return candidates[0]
