@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,41 @@ def test_ranks_round_to_what_kernels_like():
     config = CompressionConfig(sparsity=0.4, allocation="influence", round_to=4, temperature=1.0)
     for layer in modegpt.compress(model, windows, config).modegpt_report["layers"]:
         assert all(rank % 4 == 0 for rank in layer["ranks"].values())
+
+
+def mlp_widths(width: int, **settings: Any) -> list[int]:
+    """The widths to which the MLPs of a small model are cut."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=width, num_hidden_layers=2,
+                         num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    windows = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+    model = modegpt.compress(LlamaForCausalLM(config), windows, CompressionConfig(solver="paper", **settings))
+    return [layer["ranks"]["mlp"] for layer in model.modegpt_report["layers"]]
+
+
+@pytest.mark.parametrize("allocation", ["uniform", "influence"])
+@pytest.mark.parametrize(
+    ("width", "settings", "grain"),
+    [
+        (1024, {"dtype": "bfloat16"}, 8),
+        (1024, {"dtype": "float16"}, 8),
+        (1024, {"dtype": "float32"}, 1),
+        (1024, {"dtype": "bfloat16", "round_to": 1}, 1),
+        (1023, {"dtype": "bfloat16"}, 1),
+        (1036, {"dtype": "bfloat16"}, 1),
+    ],
+)
+def test_widths_suit_tensor_cores_where_weights_have_16_bits(
+    width: int, settings: dict[str, Any], grain: int, allocation: str
+):
+    found = mlp_widths(width, sparsity=0.3, modules=("mlp",), allocation=allocation, temperature=1.0, **settings)
+    assert all(0 < rank < width for rank in found)
+    assert any(rank % 8 for rank in found) == (grain == 1)
+
+
+def test_the_widths_of_a_plan_are_taken_as_they_are():
+    plan = tuple({"mlp": 701, "qk": 8, "vo": 8} for _ in range(2))
+    assert mlp_widths(1024, allocation="plan", plan=plan, dtype="bfloat16") == [701, 701]
 
 
 def test_an_impossible_budget_names_the_largest_possible(tiny_llama_dir: Path):

@@ -84,7 +84,7 @@ def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[st
         f"{run['sparsity']['total']:.2%} of all parameters; {run['sparsity']['requested']:.0%} of the blocks were "
         "asked for."
     )
-    multiple = f", every dim a multiple of {config['round_to']}" if config["round_to"] > 1 else ""
+    multiple = f", every dim a multiple of {config['round_to']}" if (config["round_to"] or 1) > 1 else ""
     rows = [
         ["model", run["model"]],
         ["calibration", f"{text['data']}: {text['samples']} x {text['seq_len']} tokens, {_windows(config)}"],

@@ -29,6 +29,7 @@ from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
+from .ranks import aligned
 from .report import Stopwatch, budget, free_gpu_memory_bytes, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import BlockCompressor
@@ -192,16 +193,18 @@ class Run:
 
     def allocate(self, scores: Tensor | None) -> Allocation:
         """Turn scores into ranks under the budget."""
-        config = self.config
+        config, sizes = self.config, self.sizes
+        if config.round_to is None and config.plan is None:
+            sizes = aligned(sizes, self.out_dtype.itemsize)
         return allocate(
             config.allocation,
-            self.sizes,
+            sizes,
             config.sparsity,
             config.modules,
             scores=scores,
             temperature=config.temperature,
             max_sparsity=config.max_sparsity,
-            round_to=config.round_to,
+            round_to=config.round_to or 1,
             owl_lambda=config.owl_lambda,
             plan=config.plan,
         )

@@ -21,7 +21,7 @@ HELP = {
     "allocation": "uniform, error, influence, influence-blocks, owl or width.",
     "temperature": "Of the influence rules, in units of the score, or auto.",
     "max_sparsity": "Upper bound on one layer, if not uniform or width.",
-    "round_to": "Keep every dim a multiple of this: 8, 16 or 64 suit GPUs.",
+    "round_to": "Every dim a multiple of this (default: MLPs in 16 bits, of 8).",
     "owl_threshold": "OWL's M.",
     "owl_lambda": "OWL's lambda.",
     "plan": "Ranks by layer, from modegpt plan.",
