@@ -16,7 +16,7 @@ import apart
 import modegpt
 from conformance.families import FAMILIES, Family, tokens
 from conformance.helpers import errors
-from modegpt import CompressionConfig, attention_logits, blocks, damage, moments
+from modegpt import CompressionConfig, attention_logits, blocks, damage, moments, triangle
 from modegpt.baselines import BASELINES
 from modegpt.compress import lent
 from modegpt.evaluate import perplexity
@@ -82,7 +82,8 @@ def attempt(what: str, check: Callable[..., None], *arguments: Any) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     apart.install()
-    for sizes in (blocks.TOKENS_PER_BATCH, attention_logits.CHUNK, damage.COMPARED, moments.ENERGY_ROWS):
+    tables = blocks.TOKENS_PER_BATCH, attention_logits.CHUNK, damage.COMPARED, moments.ENERGY_ROWS, triangle.PANEL
+    for sizes in tables:
         sizes["apart"] = sizes["cpu"]
     importlib.import_module("modegpt.compress").resolve_device = known_device
     once = [family for family in FAMILIES if family.name in ONCE]

@@ -198,9 +198,12 @@ def run_fingerprint(
 
 def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
     """Return the dtype of the written weights."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    own = getattr(source.config, "dtype", None) or torch.float32
+    return own_dtype(source.config) if config.dtype == "auto" else getattr(torch, config.dtype)
+
+
+def own_dtype(config: Any) -> torch.dtype:
+    """Return the dtype that a model's config says its weights have; float32 where it says none."""
+    own = getattr(config, "dtype", None) or torch.float32
     return getattr(torch, own) if isinstance(own, str) else own  # saving a model leaves its config with the name
 
 

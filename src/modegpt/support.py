@@ -12,8 +12,8 @@ from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture
 from .config import NAMES
 from .errors import InputError
 from .modeling_modegpt import decoder_layers
-from .preparation import EXPERT_STEP, cached_numbers, layer_sizes
-from .ranks import LayerSizes
+from .preparation import EXPERT_STEP, cached_numbers, layer_sizes, own_dtype
+from .ranks import LayerSizes, aligned
 from .shards import skeleton
 
 GUIDE = "docs/adding-an-architecture.md"
@@ -52,7 +52,7 @@ def facts(config: PreTrainedConfig, architecture: Architecture, sparsity: float)
     dims = Dimensions.of(architecture, config)
     blocks = decoder_layers(skeleton(config), architecture.describe())
     sizes = [layer_sizes(block, architecture, dims) for block in blocks]
-    ranks = allocate("uniform", sizes, sparsity).ranks
+    ranks = allocate("uniform", aligned(sizes, own_dtype(config).itemsize), sparsity).ranks
     return {
         "family": f"{architecture.model_type} ({architecture.causal_class}): {architecture.notes}",
         **_attention(config, architecture, dims, blocks, sizes),
