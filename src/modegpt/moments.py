@@ -185,11 +185,12 @@ class BlockMoments:
         assert self._mlp_input is not None
         y = self.counted(wanted)
         self.sums["mlp_target"] += product(self._mlp_input, right_factors(self._mlp_input, y, self.roots))
-        counts = weighted(y, self.roots)
         if "target_energy" in self.sums:
-            self.sums["target_energy"] += (counts * y.float()).sum(dtype=torch.float64)
+            energies = y.float().square().sum(1, dtype=torch.float64)
+            counts = torch.ones_like(energies) if self.roots is None else self.roots[:, 0].double().square()
+            self.sums["target_energy"] += counts @ energies
         if "target_sum" in self.sums:
-            self.sums["target_sum"] += counts.sum(0, dtype=torch.float64)
+            self.sums["target_sum"] += weighted(y, self.roots).sum(0, dtype=torch.float64)
         self._mlp_input = None
 
     def begin(self, batch: int, length: int, offsets: Tensor | None) -> None:
