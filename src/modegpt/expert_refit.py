@@ -140,8 +140,7 @@ class ExpertRefit:
             for each in sent:
                 weight, place, shares = weights[each.places], each.number - group.start, each.shares.float()
                 roots = (weight * together[each.places]).sqrt() * shares
-                left = left_factor(each.activations, roots)
-                add_lower(moments[place], left, right_factors(left, left, roots))
+                add_lower(moments[place], left_factor(each.activations, roots), roots)
                 left = left_factor(each.activations, None)
                 wanted = weight * shares * residual[each.places]
                 crosses[place] += product(left, right_factors(left, wanted, None))

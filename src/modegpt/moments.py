@@ -124,7 +124,7 @@ class BlockMoments:
         return BlockMoments({"mlp": self["experts"][number]}, self.n_tokens)
 
     def _add_square(self, name: str, left: Tensor, roots: Tensor | None) -> None:
-        add_lower(self.sums[name], left, right_factors(left, left, roots))
+        add_lower(self.sums[name], left, roots)
         self._half.add(name)
 
     def update(self, source: str, states: Tensor) -> None:
@@ -176,8 +176,7 @@ class BlockMoments:
         for each in sent:
             shares = each.shares.float()
             roots = shares if self.roots is None else self.roots[each.places] * shares
-            left = left_factor(each.activations, roots)
-            add_lower(self.sums["experts"][each.number], left, right_factors(left, left, roots))
+            add_lower(self.sums["experts"][each.number], left_factor(each.activations, roots), roots)
         self._half.add("experts")
 
     def update_target(self, wanted: Tensor) -> None:

@@ -1,10 +1,8 @@
 """Second moments `Σ x xᵀ` by their lower triangle: the upper one is the same, and half of the work."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from .exact_products import product
+from .exact_products import product, right_factors
 
 PANEL = {"cpu": 384, "cuda": 1024}
 """Rows of the sum that are computed at once, each from its first column to the diagonal, by device type. On a CPU
@@ -12,8 +10,8 @@ panels of 256 to 512 take 52 to 60 % of the time of the whole product at 1536 to
 add many small ones (docs/log.md)."""
 
 
-def add_lower(total: Tensor, left: Tensor, rights: Sequence[Tensor]) -> None:
-    """Add a symmetric product to `total` on and below its diagonal; what is above it is of no use until `fill_upper`.
+def add_lower(total: Tensor, left: Tensor, roots: Tensor | None) -> None:
+    """Add `Σ w x xᵀ` to `total` on and below its diagonal; what is above it is of no use until `fill_upper`.
 
     Products come in float32, and are summed in the dtype of `total`. Cost: `tokens·n²` operations and as much again
     within the panels on the diagonal, for `PANEL` of the `n` columns, and all that for each right factor. Memory:
@@ -21,10 +19,10 @@ def add_lower(total: Tensor, left: Tensor, rights: Sequence[Tensor]) -> None:
 
     Args:
         total: `(n, n)`.
-        left: `(tokens, n)`, and the next, are the factors of `Σ w x xᵀ` (`exact_products`).
-        rights: `(tokens, n)` each.
+        left: `(tokens, n)`, `exact_products.left_factor` of `x`.
+        roots: `(tokens, 1)` square roots of the weights, as for `left_factor`.
     """
-    panel = PANEL[total.device.type]
+    rights, panel = right_factors(left, left, roots), PANEL[total.device.type]
     for start in range(0, len(total), panel):
         end = min(start + panel, len(total))
         total[start:end, :end] += product(left[:, start:end], [right[:, :end] for right in rights])
