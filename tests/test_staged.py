@@ -37,7 +37,7 @@ from modegpt.token_weights import token_weights
 CPU = torch.device("cpu")
 BY_NAME = {family.name: family for family in FAMILIES}
 WITH_MLP = [family for family in FAMILIES if "mlp" not in family.whole_in(0)]
-ADDING = [family for family in WITH_MLP if family.architecture.adds_mlp]
+ADDING = [family for family in WITH_MLP if family.architecture.makes_up]
 OF_ONE_MLP = [family for family in ADDING if not family.dims.n_experts]
 WITH_BOTH = [family for family in WITH_MLP if not family.architecture.whole_attention]
 SEQUENTIAL = [family for family in WITH_BOTH if not family.architecture.parallel]
@@ -183,7 +183,7 @@ def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: 
     source, calibration = opened(family)
     adds, parallel = source.architecture.adds_mlp, source.architecture.parallel
     if beside and family not in ADDING:
-        pytest.skip("such a block puts out no sum, so nothing runs beside it")
+        pytest.skip("nothing runs beside such a block")
     monkeypatch.setattr(staged, "KEPT_BYTES", room)
     config = CompressionConfig(solver="best", dtype=dtype, max_host_memory=limit)
     dense = shifted(calibration) if beside else None

@@ -58,8 +58,7 @@ class Source:
 
     def runs_beside(self, config: CompressionConfig) -> bool:
         """Whether the dense model runs beside the compressed one."""
-        normed_experts = self.architecture.experts and self.architecture.mlp_norm
-        return config.feeds_back and bool(self.architecture.adds_mlp) and not normed_experts
+        return config.feeds_back and self.architecture.makes_up
 
     def n_streams(self, config: CompressionConfig) -> int:
         """Return how many streams of hidden states a run holds at most.

@@ -13,7 +13,7 @@ VOCABULARY = 101
 D_HEAD = 16
 D_INT = 80
 MIN_LAYERS = 3
-BY_LAYER = ("layer_types", "no_rope_layers")
+BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
 """What configs list by layer; the second is 1 where a layer does have the rotary embedding."""
 WINDOW = 6
 """Sliding window and trained length: shorter than what the checks run, so that they are passed."""
@@ -55,6 +55,7 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "linear_num_value_heads": n_heads,
         "linear_key_head_dim": d_head // 2,
         "linear_value_head_dim": d_head,
+        "num_attention_heads_per_layer": None,  # then they have these alike
         "mamba_n_heads": n_heads,
         "mamba_d_state": d_head,
     }
@@ -64,7 +65,8 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
     if getattr(config, "word_embed_proj_dim", None) == dims.d_model:
         sizes["word_embed_proj_dim"] = sizes["hidden_size"]
     if isinstance(architecture.kv_heads, str):
-        sizes[architecture.kv_heads] = {1: 1, dims.n_heads: n_heads}.get(dims.n_kv_heads, 2)
+        n_kv_heads = _known(config, architecture.kv_heads) or dims.n_heads
+        sizes[architecture.kv_heads] = {1: 1, dims.n_heads: n_heads}.get(n_kv_heads, 2)
     kinds = {name: list(dict.fromkeys(getattr(config, name, None) or ())) for name in BY_LAYER}
     small.num_hidden_layers = max(MIN_LAYERS, *map(len, kinds.values()))
     for name, known in kinds.items():
@@ -105,7 +107,9 @@ def _scaled(rope: Any, d_head: int) -> Any:
         return rope
     if any(isinstance(value, dict) for value in rope.values()):  # one set for each type of layer
         return {name: _scaled(value, d_head) for name, value in rope.items()}
-    small, n_pairs = dict(rope), int(d_head * rope.get("partial_rotary_factor", 1.0)) // 2
+    small, n_pairs = dict(rope), max(1, int(d_head * rope.get("partial_rotary_factor", 1.0)) // 2)
+    if "partial_rotary_factor" in small:
+        small["partial_rotary_factor"] = 2 * n_pairs / d_head  # a third of a small head need not be even
     for name in ("short_factor", "long_factor"):
         if name in small:
             small[name] = [small[name][pair * len(small[name]) // n_pairs] for pair in range(n_pairs)]

@@ -66,7 +66,7 @@ def expected_scores(pair: Pair) -> list[list[float]]:
     for block in blocks:
         before, after = seen[block]
         added = sum(seen[block.get_submodule(name)][1].view(before.shape) for name in last)
-        added = added * getattr(block, "residual_multiplier", 1.0)
+        added = added * getattr(block, "residual_multiplier", getattr(block, "residual_scale", 1.0))
         if architecture.parallel:
             scores.append([cosine_loss(before, after - added), cosine_loss(before, before + added)])
         else:

@@ -21,9 +21,11 @@ BATCH = tokens(rows=4, length=12)
 
 def gradients(model) -> dict[str, torch.Tensor]:
     model.zero_grad()
+    torch.manual_seed(0)  # PhiMoE draws the experts of its tokens
     model(BATCH, labels=BATCH).loss.backward()
     # The correction of a choice of experts is learned otherwise.
-    learned = {n: p for n, p in model.named_parameters() if p.requires_grad and "e_score_correction" not in n}
+    corrections = ("e_score_correction_bias", "expert_bias")
+    learned = {n: p for n, p in model.named_parameters() if p.requires_grad and not n.endswith(corrections)}
     return {name: parameter.grad for name, parameter in learned.items()}
 
 

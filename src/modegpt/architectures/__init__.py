@@ -5,14 +5,15 @@ from typing import Any
 from ..errors import InputError
 from ..packed import packing, quantization
 from ..text_part import MULTIMODAL, has_text_part
+from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
-from .cohere import COHERE, COHERE2
+from .cohere import COHERE, COHERE2, COHERE2_MOE
 from .cwm import CWM
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
-from .exaone4 import EXAONE4
+from .exaone4 import EXAONE4, EXAONE_MOE
 from .falcon import FALCON
 from .falcon_h1 import FALCON_H1
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
@@ -20,19 +21,24 @@ from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
 from .gpt2 import GPT2
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
-from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from .helium import HELIUM
-from .hunyuan import HUNYUAN_V1_DENSE
+from .hunyuan import HUNYUAN_V1_DENSE, HY_V3
 from .hyperclovax import HYPERCLOVAX
 from .jais2 import JAIS2
+from .laguna import LAGUNA
 from .lfm2 import LFM2, LFM2_MOE
 from .llama import EXAONE, INTERNLM3, IQUESTCODER, LLAMA
+from .mellum import MELLUM
+from .mimo import MIMO_V2_FLASH
+from .minicpm3 import MINICPM3
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MINIMAX_M2, MIXTRAL
+from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON
-from .olmo import OLMO, OLMO2, OLMO3, OLMOE
+from .olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from .opt import OPT
-from .phi import PHI, PHI3
+from .phi import PHI, PHI3, PHIMOE
 from .qwen2 import QWEN2, QWEN2_MOE
 from .qwen3 import QWEN3, QWEN3_MOE
 from .qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
@@ -69,12 +75,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         OLMO2,
         OLMO3,
         OLMOE,
+        FLEX_OLMO,
         STABLELM,
         GRANITE,
         GRANITE_MOE,
+        GRANITE_MOE_SHARED,
         GRANITE_HYBRID,
         PHI,
         PHI3,
+        PHIMOE,
         OPT,
         GPT2,
         GPT_NEOX,
@@ -82,6 +91,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         FALCON_H1,
         COHERE,
         COHERE2,
+        COHERE2_MOE,
         GLM,
         GLM4,
         GLM4_MOE,
@@ -93,8 +103,10 @@ ARCHITECTURES: dict[str, Architecture] = {
         ARCEE,
         APERTUS,
         EXAONE4,
+        EXAONE_MOE,
         SEED_OSS,
         HUNYUAN_V1_DENSE,
+        HY_V3,
         HYPERCLOVAX,
         HELIUM,
         JAIS2,
@@ -107,6 +119,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         DOTS1,
+        AFMOE,
+        LAGUNA,
+        MELLUM,
+        MIMO_V2_FLASH,
+        MINICPM3,
+        NANOCHAT,
         STARCODER2,
     )
 }

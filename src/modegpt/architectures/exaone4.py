@@ -1,4 +1,4 @@
-"""LG's EXAONE 4."""
+"""LG's EXAONE 4, and K-EXAONE."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,12 +8,12 @@ from .spec import Architecture
 
 @dataclass(frozen=True)
 class Exaone4Architecture(Architecture):
-    """EXAONE 4, whose layers without a window have no rotary embedding, if some have a window."""
+    """EXAONE 4 and K-EXAONE, whose layers without a window have no rotary embedding, if some have a window."""
 
     def resolve(self, config: Any) -> Architecture:
         """Read whether some have one."""
         resolved = super().resolve(config)
-        return resolved if config.sliding_window is None else replace(resolved, rotary_switch="is_sliding")
+        return resolved if config.sliding_window is None else replace(resolved, rotary_switch=("is_sliding",))
 
 
 EXAONE4 = Exaone4Architecture(
@@ -26,4 +26,20 @@ EXAONE4 = Exaone4Architecture(
     key_norm="k_norm",
     notes="EXAONE 4; norms after each module; norms on each query and key head: query-key stays whole; "
     "in the 32B, a rotary embedding in the layers with a sliding window alone",
+)
+
+EXAONE_MOE = Exaone4Architecture(
+    model_type="exaone_moe",
+    name="ExaoneMoe",
+    experts="mlp.experts",
+    shared_experts="num_shared_experts",
+    shared_down="mlp.shared_experts.down_proj",
+    width="moe_intermediate_size",
+    query_norm="q_norm",
+    key_norm="k_norm",
+    buffers=("mlp.gate.e_score_correction_bias",),
+    file_names=((".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),),
+    float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+    notes="K-EXAONE 236B-A23B; no rotary embedding in layers without a sliding window; query-key, the MLPs of the "
+    "first layers and the shared experts stay whole",
 )

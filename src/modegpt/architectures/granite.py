@@ -26,6 +26,14 @@ GRANITE_MOE = replace(
     notes="Granite 3 with experts, 1B-A400M and 3B-A800M; multipliers as above",
 )
 
+GRANITE_MOE_SHARED = replace(
+    GRANITE_MOE,
+    model_type="granitemoeshared",
+    name="GraniteMoeShared",
+    shared_down="shared_mlp.output_linear",
+    notes="Granite with experts and an MLP beside them, which stays whole; multipliers as above",
+)
+
 
 @dataclass(frozen=True)
 class GraniteHybridArchitecture(Architecture):

@@ -1,4 +1,4 @@
-"""Tencent's dense HunYuan."""
+"""Tencent's dense HunYuan, and Hy3."""
 
 from .spec import Architecture
 
@@ -10,4 +10,23 @@ HUNYUAN_V1_DENSE = Architecture(
     rotary_first=True,
     notes="HunYuan 0.5B to 7B, dense; norms on each query and key head, after the rotary embedding: query-key stays "
     "whole",
+)
+
+HY_V3 = Architecture(
+    model_type="hy_v3",
+    name="HYV3",
+    experts="mlp.experts",
+    shared_experts="num_shared_experts",
+    shared_down="mlp.shared_experts.down_proj",
+    width="moe_intermediate_size",
+    query_norm="q_norm",
+    key_norm="k_norm",
+    buffers=("mlp.e_score_correction_bias",),
+    file_names=(
+        (".mlp.gate.", ".mlp.router.gate."),
+        (".mlp.e_score_correction_bias", ".mlp.expert_bias"),
+        (".mlp.shared_experts.", ".mlp.shared_mlp."),
+    ),
+    float32=("mlp.gate.weight", "mlp.e_score_correction_bias"),
+    notes="Hy3; query-key, the MLPs of the first layers and the shared experts stay whole",
 )

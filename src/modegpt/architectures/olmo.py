@@ -1,4 +1,4 @@
-"""OLMo 1, 2 and 3, and OLMoE."""
+"""OLMo 1, 2 and 3, OLMoE and FlexOlmo."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,4 +55,12 @@ OLMO3 = replace(
     model_type="olmo3",
     name="Olmo3",
     notes="OLMo 3; as `olmo2`, with a sliding window in three layers of four and rotary tables by layer type",
+)
+
+FLEX_OLMO = replace(
+    OLMO2,
+    model_type="flex_olmo",
+    name="FlexOlmo",
+    experts="mlp.experts",
+    notes="FlexOlmo 7x7B; as `olmo2`, with experts",
 )

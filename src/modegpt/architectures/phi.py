@@ -1,4 +1,4 @@
-"""Phi 1, 1.5 and 2; Phi 3, 3.5 and 4."""
+"""Phi 1, 1.5 and 2; Phi 3, 3.5 and 4; Phi 3.5 MoE."""
 
 from .spec import Architecture
 
@@ -25,4 +25,18 @@ PHI3 = Architecture(
     up=("mlp.gate_up_proj", "mlp.gate_up_proj"),
     partial_rotary=True,
     notes="Phi 3, 3.5 and 4; fused projections, sliced in place; longrope, sliding window",
+)
+
+PHIMOE = Architecture(
+    model_type="phimoe",
+    name="Phimoe",
+    experts="mlp.experts",
+    n_experts="num_local_experts",
+    expert_files=(
+        "block_sparse_moe.experts.{}.w1",
+        "block_sparse_moe.experts.{}.w3",
+        "block_sparse_moe.experts.{}.w2",
+    ),
+    file_names=((".mlp.router.", ".block_sparse_moe.gate."),),
+    notes="Phi 3.5 MoE, Phi mini and tiny MoE; longrope, LayerNorm, biases in attention; attention and experts are cut",
 )

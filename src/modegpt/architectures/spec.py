@@ -94,8 +94,8 @@ class Architecture:
     """The config's name for the MLP width; four times the model's where that is unset."""
     rotary: bool = True
     """Whether query and key pass a rotary embedding."""
-    rotary_switch: str = ""
-    """Where only some layers have it: the attention's attribute that says whether this one has."""
+    rotary_switch: tuple[str, ...] = ()
+    """Where only some layers have it: the attention's attributes of which one says that this one has."""
     partial_rotary: bool = False
     """Whether the config can keep the end of each head from it."""
     interleaved: bool = False
@@ -148,6 +148,14 @@ class Architecture:
     def roles(self) -> tuple[str, ...]:
         """The projections of the attention that have a rank: all four, or none of one that stays whole."""
         return () if self.whole_attention else ROLES
+
+    @property
+    def makes_up(self) -> bool:
+        """Whether MLPs can be refitted to the dense model's stream: of a resolved architecture.
+
+        Experts must read a stream behind the attention and add to it as they are, as each makes up for those before it.
+        """
+        return bool(self.adds_mlp) and not (self.experts and (self.mlp_norm or self.parallel))
 
     def resolve(self, config: Any) -> "Architecture":
         """Return what holds for the models of one config.
@@ -249,7 +257,8 @@ class Architecture:
 
     def block_dims(self, block: nn.Module, dims: "Dimensions") -> "Dimensions":
         """Return the sizes of one block, dense or compressed: those of the model, less a rotary part that it lacks."""
-        if not self.rotary_switch or getattr(block.get_submodule(self.attention), self.rotary_switch):
+        attention = block.get_submodule(self.attention) if self.rotary_switch else None
+        if attention is None or any(getattr(attention, name) for name in self.rotary_switch):
             return dims
         return replace(dims, rotary_dim=0)
 
