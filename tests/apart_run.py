@@ -18,8 +18,8 @@ from conformance.families import FAMILIES, Family, tokens
 from conformance.helpers import errors
 from modegpt import CompressionConfig, attention_logits, blocks, damage, moments, triangle
 from modegpt.baselines import BASELINES
-from modegpt.compress import lent
 from modegpt.evaluate import perplexity
+from modegpt.lending import lent
 
 WINDOWS = tokens(rows=12, length=24, seed=3)
 ONCE = ("llama-grouped", "gpt2", "phi-norm", "gemma3_text", "mixtral", "granitemoe", "deepseek_v3", "olmo2")

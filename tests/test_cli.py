@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import shutil
 import signal
 import subprocess
@@ -541,6 +542,26 @@ def test_help_versions_and_the_answer_to_a_wrong_call_wait_for_no_heavy_import(c
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "|" in line}
     assert "modegpt.commands.compare" in imported
     assert not imported & {"torch", "transformers", "matplotlib"}
+
+
+@pytest.mark.parametrize("problem", ["host", "gpu"])
+def test_too_little_memory_is_one_line_that_says_what_to_do(problem: str):
+    group = typer.Typer(cls=OneLineErrors)
+
+    @group.command()
+    def fill() -> None:
+        if problem == "gpu":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation")
+        torch.empty(2**50)
+
+    @group.command()
+    def fault() -> None:
+        raise RuntimeError("a fault of ours")
+
+    result = CliRunner().invoke(group, ["fill"])
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: out of memory: .*allocate.*; a smaller --batch-size.*--resume\n", result.stderr)
+    assert isinstance(CliRunner().invoke(group, ["fault"]).exception, RuntimeError)
 
 
 def test_an_interrupt_that_a_library_turns_into_another_error_is_still_one():

@@ -2,10 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 import modegpt
 from modegpt import CompressionConfig, InputError, NumericalError
@@ -292,8 +303,45 @@ def test_wrong_calls_are_refused_before_work():
         modegpt.compress(model, windows(2, 65), CompressionConfig())
     with pytest.raises(InputError, match="needs its tokenizer"):
         modegpt.compress(model, "python-docs", CompressionConfig(samples=2, seq_len=16))
-    with pytest.raises(InputError, match=r"\(samples, seq_len\) token ids"):
-        modegpt.compress(model, torch.zeros(4), CompressionConfig())
+    for tokens in (torch.zeros(4), torch.zeros(2, 16), windows().bool(), windows()[:0], windows()[:, :0]):
+        with pytest.raises(InputError, match=r"\(samples, seq_len\) token ids"):
+            modegpt.compress(model, tokens, CompressionConfig())
+    with pytest.raises(InputError, match="of type list"):
+        modegpt.compress(model, windows().tolist(), CompressionConfig())
+    for tokens in (windows() - 1, windows() + 1):
+        with pytest.raises(InputError, match=r"has tokens from -?\d+ to \d+, and the model has 64"):
+            modegpt.compress(model, tokens, CompressionConfig())
     compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25))
     with pytest.raises(InputError, match="already compressed"):
         modegpt.compress(compressed, windows(), CompressionConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+@pytest.mark.parametrize("rule", ["uniform", "influence-blocks", "owl"])
+def test_token_ids_of_any_integers(dtype: torch.dtype, rule: str):
+    config = CompressionConfig(sparsity=0.3, allocation=rule)
+    expected = modegpt.compress(tiny_llama(), windows(), config).state_dict()
+    found = modegpt.compress(tiny_llama(), windows().to(dtype), config).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_what_is_no_causal_language_model_in_memory_is_refused(tmp_path: Path):
+    def refused(model: Any, message: str) -> None:
+        for out in (None, tmp_path / "out"):
+            with pytest.raises(InputError, match=message):
+                modegpt.compress(model, windows(), out=out)
+
+    config, adapted = tiny_llama().config, get_peft_model(tiny_llama(), LoraConfig(r=2))
+    refused(torch.nn.Linear(2, 2), "of type Linear")
+    refused(adapted, "of type PeftModel.*merge_and_unload")
+    refused(adapted.get_base_model(), "holds adapters")
+    refused(AutoModel.from_config(config), "of type LlamaModel, which has no language head")
+    refused(AutoModelForSequenceClassification.from_config(config), "has no language head")
+    refused(tiny_llama().to("meta"), "not all weights of the model are in memory")
+
+
+def test_the_folder_that_a_model_in_memory_came_from_is_not_replaced(tmp_path: Path):
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
+    with pytest.raises(InputError, match="holds the model"):
+        modegpt.compress(model, windows(), out=tmp_path / "dense", overwrite=True)

@@ -17,9 +17,10 @@ from conformance.helpers import errors
 from modegpt import CompressionConfig, compress, exact_products
 from modegpt.baselines import BASELINES
 from modegpt.benchmark import BenchSettings, benchmark
-from modegpt.compress import compress_to_folder, lent
+from modegpt.compress import compress_to_folder
 from modegpt.evaluate import perplexity
 from modegpt.exact_products import left_factor
+from modegpt.lending import lent
 from modegpt.triangle import add_lower, fill_upper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

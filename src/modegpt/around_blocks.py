@@ -1,12 +1,13 @@
 """Runs what is around a model's decoder blocks: embeddings before the first, final norm and head behind the last."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from .architectures import architecture_of
@@ -117,15 +118,23 @@ def pull_back_logits(
         draw: gives `u`, `(rows, vocab)` float32, for the `(rows, vocab)` float32 logits.
     """
     with _stand_ins(model, layers) as stand_ins:
+        with torch.inference_mode(False):
+            # What was made in inference mode cannot be kept for the backward pass; a copy can.
+            copies = {name: weight.clone() for name, weight in model.named_parameters() if weight.is_inference()}
         for rows in states:
             with torch.inference_mode(False), torch.enable_grad():
                 rows = rows.to(model.device, model.dtype, copy=True).requires_grad_()
-                logits = _logits(model, stand_ins, rows)
+                logits = _logits(model, stand_ins, rows, copies)
                 (pulled,) = torch.autograd.grad(logits, rows, draw(logits.detach().float()).to(logits.dtype))
             yield pulled.float()
 
 
-def _logits(model: PreTrainedModel, stand_ins: list[_StandIn], rows: Tensor) -> Tensor:
+def _logits(
+    model: PreTrainedModel, stand_ins: list[_StandIn], rows: Tensor, weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Return the logits of hidden states, by other weights of some names where they are given."""
     stand_ins[-1].output = rows[:, None]
     tokens = torch.zeros(len(rows), 1, dtype=torch.long, device=model.device)
-    return model(input_ids=tokens, use_cache=False).logits[:, -1]
+    arguments = {"input_ids": tokens, "use_cache": False}
+    output = functional_call(model, dict(weights), kwargs=arguments) if weights else model(**arguments)
+    return output.logits[:, -1]

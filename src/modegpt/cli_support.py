@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from .errors import InputError, ModegptError
+from .errors import InputError, ModegptError, first_line
 
 MODEL = typer.Argument(..., metavar="MODEL", help="Hub name, local folder or .gguf file.")
 DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
@@ -76,11 +76,22 @@ def _fail_for(problem: Exception) -> NoReturn:
         fail(str(problem), problem.exit_code)
     if isinstance(problem, (OSError, MemoryError)):
         fail(f"{type(problem).__name__}: {problem}", 1)
+    if _out_of_memory(problem):
+        kept = "a smaller --batch-size needs less; what a run of compress has finished is kept: --resume"
+        fail(f"out of memory: {first_line(problem)}; {kept}", 1)
     # The parser's own complaints: their base class has moved between typer's versions, the method has not.
     if not hasattr(problem, "format_message"):
         raise problem
     said = problem.format_message().rstrip(".")  # pyright: ignore
     fail(f"{said or 'no command was given'}; see --help", 2)
+
+
+def _out_of_memory(problem: Exception) -> bool:
+    """Tell whether torch found no memory: on a GPU it raises an error of its own, on the host a plain RuntimeError."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(problem, torch.OutOfMemoryError):
+        return True
+    return isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem)
 
 
 def fail(message: str, code: int) -> NoReturn:

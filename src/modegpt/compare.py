@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from .architectures import Architecture, architecture_of
 from .baselines import BASELINES, Reduced
 from .checkpoint import write_json
-from .compress import compress, lent
+from .compress import compress
 from .config import ALLOCATIONS, PRESETS, CompressionConfig
 from .errors import InputError, NumericalError
 from .full_float32 import full_float32
+from .lending import lent
 from .measures import Measures, Quality
 from .measuring import seen_text
 from .models import open_model, resolve_device

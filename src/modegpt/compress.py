@@ -1,8 +1,6 @@
 """Compressing a model: into memory, or into a folder as it goes. What happens to the blocks stands in `run.py`."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .checkpoint import build, check_output
 from .config import CompressionConfig
 from .distributed import join_team
-from .evaluate import evaluating
-from .experts import in_turn
+from .lending import lent
 from .models import resolve_device
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
-from .preparation import layer_sizes, open_source, open_text, run_fingerprint
+from .preparation import check_ids, layer_sizes, open_source, open_text, require_model, run_fingerprint
 from .report import Stopwatch
 from .run import Progress, Run
 
@@ -68,19 +65,6 @@ def compress(
     return compressed
 
 
-@contextmanager
-def lent(model: object) -> Iterator[None]:
-    """Keep a model in memory as a run needs it, and give it back as it was.
-
-    It is in evaluation mode, as dropout would be measured with the rest, and its experts run one after another.
-    """
-    if not isinstance(model, PreTrainedModel):
-        yield
-        return
-    with evaluating(model), in_turn(model):
-        yield
-
-
 def compress_to_folder(
     model: PreTrainedModel | str | Path,
     calibration: str | Path | Tensor,
@@ -100,7 +84,9 @@ def compress_to_folder(
     Returns:
         The run's report, as in `report.json`.
     """
-    source = None if isinstance(model, PreTrainedModel) else model
+    require_model(model)
+    # Of a model in memory, the folder that it came from.
+    source = model.name_or_path or None if isinstance(model, PreTrainedModel) else model
     check_output(out, overwrite or resume, source)
     out = Path(out).resolve()  # of a link its target is replaced, and the link stays
     run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
@@ -129,10 +115,12 @@ def prepare(
     watch = Stopwatch(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    require_model(model)
     model = model if isinstance(model, PreTrainedModel) else str(model)
     with watch.stage("text"):
         text = open_text(calibration, config, model, tokenizer)
     with watch.stage("load"):
         source = open_source(model, device)
+    check_ids(text, source)
     sizes = [layer_sizes(block, source.architecture, source.dims) for block in source.blocks.layers]
     return Run(source, text, config, sizes, device, team, watch, progress if team.is_main else None)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import InputError, ModegptError
+from .errors import InputError, ModegptError, first_line
 from .moments import BlockMoments
 
 
@@ -65,7 +65,7 @@ class Team:
             try:
                 dist.all_reduce(tensor)
             except RuntimeError as problem:
-                raise LostRankError(self._lost()) from problem
+                raise LostRankError(self._lost(problem)) from problem
         return tensor
 
     def agree(self, value: Any) -> Any:
@@ -76,11 +76,12 @@ class Team:
         try:
             dist.broadcast_object_list(box)
         except RuntimeError as problem:
-            raise LostRankError(self._lost()) from problem
+            raise LostRankError(self._lost(problem)) from problem
         return box[0]
 
-    def _lost(self) -> str:
-        return f"process {self.rank}: another process of this run has died; start all of them again with --resume"
+    def _lost(self, problem: RuntimeError) -> str:
+        dead = f"process {self.rank}: another process of this run has died ({first_line(problem)})"
+        return f"{dead}; start all of them again with --resume"
 
 
 def join_team(device: torch.device) -> Team:
@@ -95,7 +96,8 @@ def join_team(device: torch.device) -> Team:
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # NCCL knows what is on a GPU alone, and scores and finished layers are on the host.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return Team(dist.get_rank(), dist.get_world_size())
 
 

@@ -230,5 +230,6 @@ def fisher_noise(logits: Tensor, seed: int) -> Tensor:
     """
     probabilities = logits.softmax(-1)
     generator = torch.Generator(logits.device).manual_seed(seed)
-    noise = torch.randn(logits.shape, generator=generator, device=logits.device) * probabilities.sqrt()
+    noise = torch.randn(logits.shape, generator=generator, device=logits.device, dtype=logits.dtype)
+    noise *= probabilities.sqrt()
     return noise.sub_(probabilities * noise.sum(-1, keepdim=True))

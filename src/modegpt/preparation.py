@@ -38,6 +38,8 @@ from .versions import versions
 
 EXPERT_STEP = 8
 """Of the width of experts: torch's grouped products take no rows but those of a multiple of 16 bytes."""
+IDS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+"""What token ids may be given in."""
 _PIECE = 2**20
 """Numbers of a tensor that are summed at once for its checksum."""
 
@@ -92,6 +94,28 @@ def dense_config_of(name: str) -> tuple[Any, list[str]]:
     return plain(said), notes
 
 
+def require_model(model: object) -> None:
+    """Refuse what is neither the name of a model nor a causal language model that is in memory as a whole.
+
+    Raises:
+        InputError: says what came and what is allowed.
+    """
+    if isinstance(model, str | Path):
+        return
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise InputError(
+            f"the model is of type {kind}: give a model of transformers (of one with adapters, merge_and_unload()), a "
+            "hub name or a folder"
+        )
+    if any(name.endswith(".base_layer") for name, _module in model.named_modules()):
+        raise InputError("the model holds adapters: merge them first (merge_and_unload), or unload them")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise InputError("not all weights of the model are in memory: give its folder or hub name, which is streamed")
+    if model.get_output_embeddings() is None:
+        raise InputError(f"the model is of type {kind}, which has no language head: give a causal language model")
+
+
 def open_text(
     calibration: str | Path | Tensor,
     config: CompressionConfig,
@@ -107,12 +131,18 @@ def open_text(
     tokenizer_of = name if tokenizer is None else None
     model_config = model.config if isinstance(model, PreTrainedModel) else check_model(model)[0]
     architecture_of(model_config)
+    if not isinstance(calibration, str | Path | Tensor):
+        raise InputError(
+            f"calibration is of type {type(calibration).__name__}; give (samples, seq_len) token ids as a tensor, a "
+            "data set or a file"
+        )
     if isinstance(calibration, Tensor):
-        if calibration.ndim != 2 or calibration.is_floating_point():
+        if calibration.ndim != 2 or calibration.dtype not in IDS or not calibration.numel():
             raise InputError(
                 f"calibration has shape {tuple(calibration.shape)} and dtype {calibration.dtype}; "
                 "give (samples, seq_len) token ids, a data set or a file"
             )
+        calibration = calibration.to("cpu", torch.int64)
         check_window(model_config, calibration.shape[1])
         if tokenizer is None and name is not None and has_tokenizer(name):
             tokenizer = open_tokenizer(name)
@@ -129,6 +159,18 @@ def open_text(
     windows = draw_windows(tokens, config.samples, own, config.sampling, config.seed, data)
     windows = begin_windows(windows.flatten(), config.seq_len, start).view(len(windows), -1)
     return Text(windows, tokenizer, tokenizer_of, {**_about(data, windows), "start_token": start})
+
+
+def check_ids(text: Text, source: Source) -> None:
+    """Raise `InputError` if a token of the text is outside the model's vocabulary."""
+    weight = source.blocks.model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    least, most = (int(bound) for bound in text.windows.aminmax())
+    if least < 0 or most >= len(weight):
+        raise InputError(
+            f"the calibration text has tokens from {least} to {most}, and the model has {len(weight)} of them: give "
+            "ids by this model's own tokenizer"
+        )
 
 
 def plain_text(config: CompressionConfig) -> Tensor:

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .compress import lent, prepare
+from .compress import prepare
 from .config import CompressionConfig
+from .lending import lent
 from .run import Progress, Run
 
 
