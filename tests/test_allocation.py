@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modegpt import CompressionConfig
-from modegpt.allocation import LayerSizes, allocate
+from modegpt.allocation import LayerSizes, alike, allocate
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import Unit, auto_temperature, fill_additive, fill_exponential
 from modegpt.ranks import Slot, round_to_budget
@@ -123,9 +123,11 @@ def test_the_budget_is_met_or_refused(rule, sizes, sparsity, temperature, module
     scores = scores.reshape(len(sizes), 2) if columns == 2 else scores
     # 1e-9 of slack is granted to a sparsity that was computed from the largest one.
     if sparsity > largest(sizes, modules, bound, columns == 2) * (1 + 1e-9):
-        with pytest.raises(InputError, match="the largest possible is"):
-            allocate(rule, sizes, sparsity, modules, scores, temperature, bound)
+        for told in (scores, alike(rule, len(sizes))):  # which is known before there are scores
+            with pytest.raises(InputError, match="the largest possible is"):
+                allocate(rule, sizes, sparsity, modules, told, temperature, bound)
         return
+    allocate(rule, sizes, sparsity, modules, alike(rule, len(sizes)), temperature, bound)
     result = allocate(rule, sizes, sparsity, modules, scores, temperature, bound)
     budget = sparsity * total(sizes)
     largest_step = max(size.cost[m] * size.step[m] for size in sizes for m in MODULES)

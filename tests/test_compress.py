@@ -340,8 +340,13 @@ def test_what_is_no_causal_language_model_in_memory_is_refused(tmp_path: Path):
     refused(tiny_llama().to("meta"), "not all weights of the model are in memory")
 
 
-def test_the_folder_that_a_model_in_memory_came_from_is_not_replaced(tmp_path: Path):
+def test_no_folder_is_replaced_that_the_model_in_memory_or_the_text_comes_from(tmp_path: Path):
     tiny_llama().save_pretrained(tmp_path / "dense")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense")
     with pytest.raises(InputError, match="holds the model"):
         modegpt.compress(model, windows(), out=tmp_path / "dense", overwrite=True)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "own.txt").write_text("A text of its own.")
+    with pytest.raises(InputError, match="holds the calibration text"):
+        modegpt.compress(tiny_llama(), tmp_path / "texts" / "own.txt", out=tmp_path / "texts", overwrite=True)
+    assert (tmp_path / "texts" / "own.txt").exists()

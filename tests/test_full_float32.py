@@ -1,5 +1,6 @@
 """A process that allows float32 products in fewer bits: a run does not take them, and leaves the setting as it was."""
 
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -51,6 +52,33 @@ def test_a_setting_of_one_backend_is_put_back_when_something_fails():
     with pytest.raises(ArithmeticError) as told:
         fail()
     assert told.value.args == ("ieee", "ieee")
+    assert precisions()[0] == "tf32"
+
+
+@by_backend
+def test_of_two_threads_the_last_one_puts_the_setting_back():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    first_in, second_in, first_out, seen = *(threading.Event() for _ in range(3)), []
+
+    @full_float32()
+    def first() -> None:
+        first_in.set()
+        assert second_in.wait(60)
+
+    @full_float32()
+    def second() -> None:
+        second_in.set()
+        assert first_out.wait(60)
+        seen.extend(precisions())
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    threads[0].start()
+    assert first_in.wait(60)
+    threads[1].start()
+    threads[0].join()
+    first_out.set()
+    threads[1].join()
+    assert seen == ["ieee", "ieee"]
     assert precisions()[0] == "tf32"
 
 

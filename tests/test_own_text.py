@@ -1,11 +1,13 @@
 """Coverage windows: the model writes them itself, and every source of blocks lets it write the same."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from conformance.families import FAMILIES, Family
 from modegpt import CompressionConfig, NumericalError
@@ -79,6 +81,24 @@ def test_continuations_begin_where_all_windows_begin():
     assert torch.equal(windows[:, 1:], expected(dense, 3, seed=0, start=7))
     assert beginning(begun[:1]) is None  # one window tells nothing
     assert beginning(calibration()) is None
+
+
+def test_one_window_of_a_text_begins_as_the_text_does(
+    tiny_tokenizer: PreTrainedTokenizerFast, small_text_file: Path, tmp_path: Path
+):
+    (dense,) = (family.dense() for family in FAMILIES if family.name == "gemma")
+    dense.resize_token_embeddings(len(tiny_tokenizer))
+    dense.save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.bos_token = "<|end|>"
+    tokenizer.save_pretrained(tmp_path)
+    made = []
+    for samples in (1, 2):
+        config = CompressionConfig(samples=samples, seq_len=10, device="cpu", coverage=1 / samples)
+        made.append(prepare(tmp_path, small_text_file, config, None, None).coverage())
+    assert torch.equal(made[0], made[1])
+    assert made[0][0, 0] == tokenizer.bos_token_id
+    assert torch.equal(made[0][:, 1:], expected(dense, 1, seed=0, start=tokenizer.bos_token_id))
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.001, 1), (0.25, 2), (1.0, 6)])

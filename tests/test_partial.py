@@ -1,18 +1,22 @@
 """What a run leaves, takes and removes in the file system: nothing but its own."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from modegpt import CompressionConfig, InputError
-from modegpt.compress import compress_to_folder
+from modegpt import CompressionConfig, InputError, NumericalError
+from modegpt.checkpoint import check_output
+from modegpt.compress import compress, compress_to_folder
 from modegpt.partial import PartialCheckpoint
 
 CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
@@ -86,6 +90,22 @@ def test_the_folder_here_is_not_replaced(
     assert (tmp_path / "here").is_dir()
 
 
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount point")
+def test_a_mount_point_is_not_replaced(tmp_path: Path):
+    (tmp_path / "link").symlink_to("/proc")
+    for out in ("/proc", tmp_path / "link"):
+        with pytest.raises(InputError, match="is a mount point, which cannot be replaced: give a folder inside it"):
+            check_output(out, overwrite=True)
+
+
+@pytest.mark.parametrize("inside", ["", "deep/inside"])
+def test_a_link_to_itself_is_named(tiny_llama_dir: Path, tmp_path: Path, inside: str):
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "other").symlink_to(tmp_path / "link")
+    with pytest.raises(InputError, match="leads through a link that points back to itself"):
+        compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "link" / inside, CONFIG, overwrite=True)
+
+
 def test_killed_between_its_two_last_renames_it_loses_neither_folder(tmp_path: Path):
     out = tmp_path / "out"
     out.mkdir()
@@ -146,13 +166,64 @@ def test_what_a_kill_has_cut_is_made_again(tmp_path: Path, name: str):
     assert partial.read_tensor(name) is None
 
 
-def test_a_wrong_call_leaves_nothing_behind(tiny_llama_dir: Path, tmp_path: Path):
-    impossible = CompressionConfig(
-        sparsity=0.9, modules=("qk",), allocation="influence", samples=4, seq_len=32, solver="paper"
-    )
+@pytest.mark.parametrize("rule", ["influence", "influence-blocks", "owl", "error"])
+def test_a_wrong_call_does_nothing_and_leaves_nothing_behind(tiny_llama_dir: Path, tmp_path: Path, rule: str):
+    impossible, told = CompressionConfig(sparsity=0.9, modules=("qk",), allocation=rule), []
     with pytest.raises(InputError, match="cannot be reached"):
-        compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "out", impossible)
+        compress_to_folder(
+            tiny_llama_dir, WINDOWS, tmp_path / "out", impossible, progress=lambda *stage: told.append(stage)
+        )
+    assert told == []  # no block was scored
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["lm_head", "model.embed_tokens"])
+def test_what_float16_does_not_hold_outside_the_blocks_is_told_before_them(
+    tiny_llama_dir: Path, tmp_path: Path, where: str
+):
+    dense, told = AutoModelForCausalLM.from_pretrained(tiny_llama_dir), []
+    with torch.no_grad():
+        dense.get_submodule(where).weight[0, 0] = 1e6
+    dense.save_pretrained(tmp_path / "dense")
+    config = CompressionConfig(sparsity=0.25, dtype="float16")
+    for model, out in ((tmp_path / "dense", tmp_path / "out"), (dense, None)):
+        with pytest.raises(NumericalError, match=f"'{where}.weight' is too large for float16: ask for bfloat16"):
+            compress(model, WINDOWS, config, out=out, progress=lambda *stage: told.append(stage))
+    assert told == []
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_a_broken_report_is_that_of_no_finished_run(tiny_llama_dir: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG)
+    whole = (out / "model.safetensors").read_bytes()
+    for broken in ('{"model"', "[]"):
+        (out / "report.json").write_text(broken)
+        with pytest.raises(InputError, match="exists; choose another, or add --overwrite"):
+            compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, resume=True)
+        report = compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, resume=True, overwrite=True)
+        assert json.loads((out / "report.json").read_text()) == report
+        assert (out / "model.safetensors").read_bytes() == whole
+
+
+def test_layers_that_cannot_be_linked_are_copied(tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As on a file system without hard links: the layers are on another one than the checkpoint."""
+    memory, out = Path("/dev/shm"), tmp_path / "out"
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system")
+    monkeypatch.setattr("modegpt.partial.MAX_FILE_BYTES", 0)
+    compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG)
+    linked = {file.name: file.read_bytes() for file in out.glob("*.safetensors*")}
+    assert len(linked) > 2
+    with tempfile.TemporaryDirectory(dir=memory) as layers:
+
+        def elsewhere(stage: str, done: int, _total: int) -> None:
+            if (stage, done) == ("compress", 0):
+                (tmp_path / "out.partial" / "layers").rmdir()
+                (tmp_path / "out.partial" / "layers").symlink_to(layers)
+
+        compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, overwrite=True, progress=elsewhere)
+    assert {file.name: file.read_bytes() for file in out.glob("*.safetensors*")} == linked
 
 
 def test_another_spelling_of_the_model_resumes(

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 import modegpt
 from modegpt import CompressionConfig, InputError
 from modegpt.cli import app
+from modegpt.compress import prepare
 from modegpt.plan_file import read_plan
-from modegpt.planning import make_plan
+from modegpt.planning import estimate, make_plan
 
 TEXT = ["--calibration", "python-docs", "--samples", "4", "--seq-len", "32"]
 
@@ -96,6 +97,41 @@ def test_the_parts_of_a_block_are_scored_on_the_stream_between_them(family: str)
             assert scores[index, part].item() == pytest.approx((1 - cosine).mean().item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("rule", ["uniform", "influence"])
+def test_token_ids_are_reckoned_with_as_they_are(rule: str):
+    """And not as the settings for a text say, which this model could not even read."""
+    model, windows = small_models()["llama"], torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    settings = {"sparsity": 0.3, "allocation": rule}
+    estimates = [
+        make_plan(model, ids, CompressionConfig(**settings, **said))["estimate"]["host_bytes"]
+        for ids, said in ((windows, {}), (windows, {"samples": 4, "seq_len": 16}), (windows.repeat(2, 1), {}))
+    ]
+    assert estimates[0] == estimates[1]
+    assert estimates[2] == pytest.approx(2 * estimates[0], rel=0.1)  # of 4 windows 0.75 are added, and of 8 are 1.5
+
+
+def test_a_saved_model_is_reckoned_with_in_its_dtype_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Saving leaves the config with the dtype's name. The GPU is one of which the speed is made believe."""
+    monkeypatch.setattr("modegpt.planning._rate", lambda dtype, device: 1e9)
+    found, device = [], torch.device("cuda")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = small_models()["llama"].to(dtype)
+        model.save_pretrained(tmp_path)
+        config = CompressionConfig(solver="paper", device="cpu")
+        run = prepare(model, torch.zeros(4, 16, dtype=torch.int64), config, None, None)
+        assert isinstance(run.source.config.dtype, str)
+        found.append(estimate(run.source, run.sizes, config, (4, 16), device))
+    assert found[0]["host_bytes"] == 2 * found[1]["host_bytes"]
+    assert "bfloat16" in found[1]["basis"]
+
+
+def test_planning_leaves_the_global_random_state_alone():
+    model = small_models()["llama"]
+    state = torch.get_rng_state()
+    make_plan(model, torch.zeros(4, 16, dtype=torch.int64), CompressionConfig(sparsity=0.3))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_ranks_round_to_what_kernels_like():
     model = small_models()["llama"]
     windows = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
@@ -140,9 +176,10 @@ def test_the_widths_of_a_plan_are_taken_as_they_are():
 
 
 def test_an_impossible_budget_names_the_largest_possible(tiny_llama_dir: Path):
+    config, told = CompressionConfig(sparsity=0.9, modules=("qk",), allocation="influence", samples=2, seq_len=16), []
     with pytest.raises(InputError, match=r"largest|at most"):
-        make_plan(tiny_llama_dir, "python-docs", CompressionConfig(
-            sparsity=0.9, modules=("qk",), allocation="influence", samples=2, seq_len=16))  # fmt: skip
+        make_plan(tiny_llama_dir, "python-docs", config, progress=lambda *stage: told.append(stage))
+    assert told == []  # no block was scored
 
 
 @pytest.mark.parametrize(

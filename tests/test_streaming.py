@@ -2,9 +2,11 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -29,6 +33,7 @@ from modegpt.compress import compress_to_folder
 from modegpt.errors import WriteError
 from modegpt.hidden_states import HiddenStates
 from modegpt.safetensors_merge import merge, read_header
+from modegpt.shards import find_tensors, fingerprint, open_shards
 
 SETTINGS = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -93,6 +98,50 @@ def test_streamed_equals_in_memory_and_transformers_bytes(make, tmp_path: Path):
     assert result_files(tmp_path / "a") == result_files(tmp_path / "b")
 
 
+def test_reading_an_embedding_that_has_a_buffer_draws_no_random_numbers(tmp_path: Path):
+    """Gemma's, which is multiplied by one that no file holds."""
+    config = Gemma3TextConfig(**SETTINGS, head_dim=8)
+    dense = Gemma3ForCausalLM(config).eval()
+    dense.save_pretrained(tmp_path)
+    blocks = open_shards(tmp_path, config, torch.float32, torch.device("cpu"), None)
+    assert not isinstance(blocks, str)
+    before = torch.get_rng_state()
+    calibration = blocks.embed(windows(), 6, HiddenStates())
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        embedded = dense(windows(), output_hidden_states=True).hidden_states[0]
+    assert torch.equal(next(iter(calibration.hidden)), embedded)
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_other_weights_have_another_fingerprint_and_a_copy_has_the_same(name: str, tmp_path: Path):
+    """Also of a tensor that is neither at the beginning of a file nor at its end."""
+    dense, config = llama(hidden_size=256, intermediate_size=512, vocab_size=2048), CompressionConfig(sparsity=0.25)
+    dense.save_pretrained(tmp_path / "dense")
+    entry = find_tensors(tmp_path / "dense")[name]
+    assert min(entry.start, entry.path.stat().st_size - entry.start - entry.size) > 2**20 + 2**14
+    shutil.copytree(tmp_path / "dense", tmp_path / "copy", copy_function=shutil.copyfile)
+    same, other = (fingerprint(find_tensors(tmp_path / folder)) for folder in ("dense", "copy"))
+    assert same == other
+    report = compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config)
+    assert compress_to_folder(tmp_path / "copy", windows(), tmp_path / "out", config, resume=True) == report
+    with torch.no_grad():
+        dense.get_parameter(name).mul_(2)
+    dense.save_pretrained(tmp_path / "dense")
+    with pytest.raises(InputError, match="exists"):
+        compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config, resume=True)
+
+
+def test_a_changed_stretch_of_a_long_tensor_is_seen(tmp_path: Path):
+    tensor, found = torch.zeros(9 * 2**20), set()
+    for start in (None, *range(0, len(tensor), 2**21)):  # nothing, then 8 MiB more of it each time
+        if start is not None:
+            tensor[start : start + 2**21] = 1
+        save_file({"x": tensor}, tmp_path / "model.safetensors")
+        found.add(fingerprint(find_tensors(tmp_path))["model.safetensors"])
+    assert len(found) == 6
+
+
 def test_merge_writes_what_safetensors_writes(tmp_path: Path):
     first = {"b.x": torch.randn(3, 5), "a": torch.arange(7), "é": torch.randn(2).bfloat16()}
     second = {"z": torch.randn(3).half(), "b.w": torch.randn(0, 3), "q": torch.zeros(3, dtype=torch.bool)}
@@ -117,6 +166,24 @@ def test_hidden_states_spill_to_disk_and_come_back_bit_for_bit(dtype, tmp_path: 
     assert all(torch.equal(left, 2 * right) for left, right in zip(hidden, batches, strict=True))
     del hidden
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a limit on file sizes")
+def test_a_disk_that_refuses_hidden_states_is_named(tmp_path: Path):
+    import resource
+
+    states = torch.zeros(2, 3, 400)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (states.nbytes // 2, unlimited[1]))
+    try:
+        for folder, named in ((tmp_path / "hidden", r"hidden'.*--resume"), (None, tempfile.gettempdir())):
+            with pytest.raises(WriteError, match=rf"hidden states could not be written to '.*{named}") as told:
+                HiddenStates(max_bytes=1, folder=folder).append(states)
+            assert "File too large; make room" in str(told.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    with pytest.raises(WriteError, match=r"missing/hidden'"):
+        HiddenStates(max_bytes=1, folder=tmp_path / "missing" / "hidden").append(states)
 
 
 @pytest.mark.parametrize("make", [llama, mixtral])

@@ -238,8 +238,10 @@ def test_what_cannot_be_reached_is_told_before_anything_is_measured_or_removed(
 ):
     call = (tiny_llama_dir, small_text_file, tmp_path / "s")
     config = CompressionConfig(samples=8, seq_len=64, allocation=RULE, modules=("qk",), solver="paper")
+    told: list[str] = []
     with pytest.raises(InputError, match="cannot be reached"):
-        sweep(*call, [0.01, 0.9], config, measures(small_text_file))
+        sweep(*call, [0.01, 0.9], config, measures(small_text_file), progress=lambda stage, *_steps: told.append(stage))
+    assert told == []  # the scores were not computed either
     assert not (tmp_path / "s").exists()
     sweep(*call, [0.3], CONFIG, measures(small_text_file), keep_models=True)
     before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}

@@ -25,6 +25,8 @@ from .ranks import (
 
 PARTS = {"attention": ("qk", "vo"), "mlp": ("mlp",)}
 """What `influence-blocks` scores apart, in the order of the score's columns."""
+COLUMNS = {"influence": 1, "influence-blocks": len(PARTS), "owl": 1, "error": len(MODULES)}
+"""Scores of a layer, for the rules that need some."""
 NEGLIGIBLE = 1e-9
 """Damages below this share of the largest one count as it: a module that costs nothing is then cut first."""
 
@@ -144,6 +146,14 @@ def allocate(
         for layer, size in enumerate(sizes)
     ]
     return Allocation(sparsities, _whole_ranks(sizes, slots, wanted, sparsities, warnings, budget), chosen, warnings)
+
+
+def alike(rule: str, n_layers: int) -> list[list[float]] | None:
+    """Return equal scores, None for a rule that needs none.
+
+    What can be reached depends on no score: `allocate` refuses a sparsity with these, or with no others.
+    """
+    return [[1.0] * COLUMNS[rule]] * n_layers if rule in COLUMNS else None
 
 
 def _modules_alone(
@@ -293,7 +303,7 @@ def _by_part(rule: str, scores: Any, n_layers: int) -> list[list[float]]:
         raise InputError(f"the rule '{rule}' needs scores, one for each layer")
     values = scores.tolist() if hasattr(scores, "tolist") else list(scores)
     rows = [list(row) if isinstance(row, Iterable) else [row] for row in values]
-    columns = {"influence-blocks": len(PARTS), "error": len(MODULES)}.get(rule, 1)
+    columns = COLUMNS[rule]
     if len(rows) != n_layers or any(len(row) != columns for row in rows):
         shape = f"({len(rows)}, {len(rows[0])})" if rows else "(0,)"
         raise InputError(f"the rule '{rule}' needs scores of shape ({n_layers}, {columns}); they are {shape}")

@@ -1,5 +1,6 @@
 """The compressed checkpoint: its config, its files, and putting a model together in memory."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -50,21 +51,37 @@ def assemble(model_class: Any, config: PreTrainedConfig, state: dict[str, Tensor
     return model
 
 
-def check_output(out: str | Path, overwrite: bool, model: str | Path | None = None) -> None:
-    """Raise `InputError` if `out` exists and may not be replaced, is no folder, or holds the model that is read."""
+def check_output(
+    out: str | Path, overwrite: bool, model: str | Path | None = None, text: str | Path | None = None
+) -> None:
+    """Raise `InputError` if `out` exists and may not or cannot be replaced, or holds the model or text that is read."""
     path = Path(out)
-    if model is not None and Path(model).exists() and _holds(path, Path(model)):
-        raise InputError(f"output '{out}' holds the model '{model}' and would replace it: choose another folder")
+    if _leads_nowhere(path):
+        raise InputError(f"output '{out}' leads through a link that points back to itself: choose another folder")
+    for what, read in (("model", model), ("calibration text", text)):
+        if read is not None and Path(read).exists() and _holds(path, Path(read)):
+            raise InputError(f"output '{out}' holds the {what} '{read}' and would replace it: choose another folder")
     if path.exists() and _holds(path, Path.cwd()):
         raise InputError(f"output '{out}' is or holds the folder that the call is made in: choose another")
     if path.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
+    if path.resolve().is_mount():  # the last step, a rename, would be refused after all the work
+        raise InputError(f"output '{out}' is a mount point, which cannot be replaced: give a folder inside it")
     if path.exists() and not overwrite:
         raise InputError(f"output folder '{out}' exists; choose another, or add --overwrite to replace it")
 
 
 def _holds(folder: Path, other: Path) -> bool:
     return other.resolve().is_relative_to(folder.resolve())
+
+
+def _leads_nowhere(path: Path) -> bool:
+    """Whether the links on the way to a path end in a circle."""
+    try:
+        path.stat()
+    except OSError as problem:
+        return problem.errno == errno.ELOOP
+    return False
 
 
 def modeling_source() -> bytes:

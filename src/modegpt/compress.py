@@ -87,7 +87,8 @@ def compress_to_folder(
     require_model(model)
     # Of a model in memory, the folder that it came from.
     source = model.name_or_path or None if isinstance(model, PreTrainedModel) else model
-    check_output(out, overwrite or resume, source)
+    text = calibration if isinstance(calibration, str | Path) else None
+    check_output(out, overwrite or resume, source, text)
     out = Path(out).resolve()  # of a link its target is replaced, and the link stays
     run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
     identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype, run.device)

@@ -2,10 +2,13 @@
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from .errors import WriteError
 
 
 class HiddenStates:
@@ -59,7 +62,11 @@ class HiddenStates:
         return sum(not isinstance(item, Tensor) for item in self._items)
 
     def append(self, states: Tensor) -> None:
-        """Add a batch, on the device or in memory if it still fits under the limit there."""
+        """Add a batch, on the device or in memory if it still fits under the limit there.
+
+        Raises:
+            WriteError: it does not, and the disk refuses it.
+        """
         size = states.numel() * states.element_size()
         if self._taken["device"] + size <= self._device_bytes:
             self._taken["device"] += size
@@ -70,9 +77,10 @@ class HiddenStates:
             self._items.append(states.to("cpu", copy=True))
             return
         if self._spill is None:
-            if self._folder is not None:
-                self._folder.mkdir(exist_ok=True)
-            self._spill = tempfile.TemporaryDirectory(prefix="modegpt-hidden-", dir=self._folder)
+            with self._refusals_explained():
+                if self._folder is not None:
+                    self._folder.mkdir(exist_ok=True)
+                self._spill = tempfile.TemporaryDirectory(prefix="modegpt-hidden-", dir=self._folder)
         self._items.append((Path(self._spill.name) / str(len(self)), states.dtype, states.shape))
         self[len(self) - 1] = states
 
@@ -81,8 +89,20 @@ class HiddenStates:
         item = self._items[index]
         if isinstance(item, Tensor):
             item.copy_(states)
-        else:
-            states.cpu().contiguous().view(torch.uint8).numpy().tofile(item[0])
+            return
+        with self._refusals_explained():  # numpy's own `tofile` keeps the reason to itself
+            item[0].write_bytes(states.cpu().contiguous().view(torch.uint8).numpy().data)
+
+    @contextmanager
+    def _refusals_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as problem:
+            where, go_on = self._folder or tempfile.gettempdir(), ", then go on with --resume" if self._folder else ""
+            raise WriteError(
+                f"hidden states could not be written to '{where}': {problem.strerror or problem}; "
+                f"make room, or let more of them stay in memory (--max-host-memory){go_on}"
+            ) from problem
 
     def __iter__(self) -> Iterator[Tensor]:
         for item in self._items:

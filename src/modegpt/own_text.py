@@ -132,6 +132,13 @@ def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
     return torch.cat(drawn).cpu()
 
 
-def beginning(windows: Tensor) -> int | None:
-    """Return the token with which all windows begin, if they do (and there are several): Gemma's `<bos>`, say."""
+def beginning(windows: Tensor, known: int | None = None) -> int | None:
+    """Return the token with which all windows begin, if they do: Gemma's `<bos>`, say.
+
+    Args:
+        windows: of a text, or ids of which nothing is known; one alone tells nothing.
+        known: the token that was put before each, if one was.
+    """
+    if known is not None:
+        return known
     return int(windows[0, 0]) if len(windows) > 1 and (windows[:, 0] == windows[0, 0]).all() else None

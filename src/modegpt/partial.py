@@ -194,7 +194,7 @@ class PartialCheckpoint:
             return
         names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
         for file, name in names.items():
-            os.link(file, target / name)
+            _link(file, target / name)
         weight_map = {name: names[entry.path] for name, entry in sorted(entries.items())}
         write_json(
             {"metadata": {"total_size": total}, "weight_map": weight_map}, target / "model.safetensors.index.json"
@@ -233,12 +233,14 @@ def check_fingerprint(found: dict[str, Any], wanted: dict[str, Any], where: Path
 
 
 def finished_report(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the report in `out` if it is the finished result of the same run, else None."""
+    """Return the report in `out` if it is the finished result of the same run, else None: also of a broken one."""
     path = out / REPORT_NAME
     if not path.is_file():
         return None
-    report = read_json(path)
-    return report if report.get("fingerprint") == fingerprint else None
+    with suppress(InputError):
+        report = read_json(path)
+        return report if report.get("fingerprint") == fingerprint else None
+    return None
 
 
 def clear_leftovers(out: Path, fingerprint: dict[str, Any]) -> None:
@@ -276,6 +278,14 @@ def _partial(out: Path) -> Path:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _link(file: Path, name: Path) -> None:
+    """Give a file a second name; where the file system has no hard links (FAT, some network shares), a copy gets it."""
+    try:
+        os.link(file, name)
+    except OSError:
+        shutil.copyfile(file, name)
 
 
 def _flush(path: Path) -> None:

@@ -8,14 +8,16 @@ import torch
 from transformers import PreTrainedModel
 
 from .allocation import Allocation, score_parts
-from .compress import lent, prepare
+from .compress import prepare
 from .config import CompressionConfig
 from .dense_pass import AHEAD_BYTES, held_bytes
 from .fisher import DEPTH
 from .fisher import EVERY as PROBED_EVERY
+from .lending import lent
+from .models import compute_dtype
 from .own_text import LENGTH
 from .plots import require_matplotlib
-from .preparation import Source, cached_numbers, plain_text
+from .preparation import Source, cached_numbers, own_dtype, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
 from .run import Progress
@@ -35,15 +37,17 @@ def make_plan(
 ) -> dict[str, Any]:
     """Score and allocate as `compress` would, and compress nothing.
 
-    Arguments and errors as for `compress`. Rules that need no scores read no calibration text.
+    Arguments and errors as for `compress`. Rules that need no scores read no calibration text; token ids have a shape,
+    which is then that of the text.
 
     Returns:
         `layers` (score, sparsity, ranks, parameters of each), `parameters`, `sparsity`, `kv_bytes_per_token`,
         `estimate` (memory and time without scoring), `scoring_seconds`, `warnings`; `compress --plan` takes the same
         JSON back.
     """
-    text = calibration if config.allocation in NEEDS_TEXT else plain_text(config)
-    run = prepare(model, text, config, tokenizer, progress)
+    given = config.allocation in NEEDS_TEXT or isinstance(calibration, torch.Tensor)
+    run = prepare(model, calibration if given else plain_text(config), config, tokenizer, progress)
+    run.check()
     start = time.perf_counter()
     with lent(model):
         scores = run.scores()
@@ -66,7 +70,7 @@ def make_plan(
         "layers": layers,
         **budget(sizes, allocation.ranks, dense, config.asked),
         "kv_bytes_per_token": _cache_bytes(source, allocation, run.out_dtype),
-        "estimate": estimate(source, sizes, config, run.device),
+        "estimate": estimate(source, sizes, config, run.text.windows.shape, run.device),
         "scoring_seconds": scoring,
         "warnings": source.notes + allocation.warnings,
         **protocol(),
@@ -74,9 +78,11 @@ def make_plan(
 
 
 def estimate(
-    source: Source, sizes: list[LayerSizes], config: CompressionConfig, device: torch.device
+    source: Source, sizes: list[LayerSizes], config: CompressionConfig, text: tuple[int, ...], device: torch.device
 ) -> dict[str, Any]:
     """Estimate memory and time of the run from the model's sizes and this machine's measured matrix products.
+
+    `text` is the shape of the calibration windows.
 
     Memory: one block, the moment of its MLP, or of each of its experts, in float64 and two working copies of one, that
     of the gates in float32, the embeddings, the hidden states, what is held of the last blocks if they are measured
@@ -88,13 +94,14 @@ def estimate(
     left out, so read it as the right order, not as a promise.
     """
     dims = source.dims
-    n_tokens = round(config.samples * (1 + config.coverage_share)) * config.seq_len
+    n_windows, seq_len = text
+    n_tokens = round(n_windows * (1 + config.coverage_share)) * seq_len
     # The model writes the rest, and runs each token once for each that follows it in its continuation.
-    n_written = (n_tokens - config.samples * config.seq_len) * (LENGTH - 1) / 2
+    n_written = (n_tokens - n_windows * seq_len) * (LENGTH - 1) / 2
     architecture = source.architecture
     twice = solver_of("mlp", config).late and not (architecture.adds_mlp or architecture.whole_attention)
     n_passes = 2 + twice
-    dtype = torch.float32 if device.type == "cpu" else getattr(source.config, "dtype", None) or torch.float32
+    dtype = compute_dtype(device, own_dtype(source.config))
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
@@ -178,7 +185,8 @@ def _told(rates: dict[torch.dtype, float]) -> str:
 def _rate(dtype: torch.dtype, device: torch.device) -> float:
     """Operations a second of a square matrix product on this machine."""
     size = 1024 if device.type == "cpu" else 8192
-    matrix = torch.randn(size, size, device=device).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)  # its own: the global random state is left alone
+    matrix = torch.randn(size, size, device=device, generator=generator).to(dtype)
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .allocation import Allocation, LayerSizes, allocate
+from .allocation import Allocation, LayerSizes, alike, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import CompressionConfig
@@ -77,6 +77,7 @@ class Run:
         def keep(index: int, tensors: dict[str, Tensor], outcome: BlockOutcome) -> None:
             state.update(tensors)
 
+        self.check()
         scores = self.scores()
         allocation = self.allocate(scores)
         outcomes = self.compress_blocks(allocation, self.coverage(), lambda index: None, keep)
@@ -97,6 +98,7 @@ class Run:
             raise
 
     def _to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
+        self.check()
         scores = self._once("scores", self.scores, partial)
         allocation = self.allocate(scores)
         coverage = self._once("coverage", self.coverage, partial)
@@ -122,6 +124,18 @@ class Run:
         report["fingerprint"] = partial.fingerprint
         partial.finish(other, len(outcomes), config, self.source.generation_config, self.text, report)
         return report
+
+    def check(self) -> None:
+        """Refuse, before the first pass over the blocks, what would else be refused after hours.
+
+        Raises:
+            InputError: the sparsity cannot be reached, whatever the scores.
+            NumericalError: a tensor outside the blocks is too large for float16.
+        """
+        self.allocate(alike(self.config.allocation, self.source.dims.n_layers))
+        if self.out_dtype == torch.float16:
+            with self.watch.stage("load"):
+                self._other_tensors()
 
     def _once(
         self, name: str, compute: Callable[[], Tensor | None], partial: PartialCheckpoint | None
@@ -188,10 +202,11 @@ class Run:
     def _written(self, count: int, seq_len: int, seed: int) -> Tensor:
         """Return windows that the dense model writes."""
         source, tell = self.source, functools.partial(self._tell, "coverage")
+        start = beginning(self.text.windows, self.text.about.get("start_token"))
         writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
-        return writer.windows(count, seq_len, beginning(self.text.windows), source.config.vocab_size, seed)
+        return writer.windows(count, seq_len, start, source.config.vocab_size, seed)
 
-    def allocate(self, scores: Tensor | None) -> Allocation:
+    def allocate(self, scores: Tensor | list[list[float]] | None) -> Allocation:
         """Turn scores into ranks under the budget."""
         config, sizes = self.config, self.sizes
         if config.round_to is None and config.plan is None:
