@@ -108,6 +108,18 @@ def test_cache_of_a_compressed_model():
     assert compressed.kv_bytes_per_token == n_kv_heads * kept * float_bytes
 
 
+@torch.no_grad()
+def test_a_model_that_accelerate_keeps_on_disk(tmp_path: Path):
+    model = compressed_llama()
+    model.save_pretrained(tmp_path / "model")
+    apart = type(model).from_pretrained(
+        tmp_path / "model", device_map={"": "disk"}, offload_folder=str(tmp_path / "disk")
+    )
+    assert apart.device.type == "meta"
+    assert costs_of(apart) == costs_of(model)
+    assert Runner(apart, torch.ones(2, 6, dtype=torch.long), SMALL).run().prefill > 0
+
+
 def test_profiled_peak_counts_what_is_held_at_once():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         first = torch.empty(1000)

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def test_perplexity_equals_that_of_one_token_at_a_time(model, tokens, max_window
     assert result.nll == pytest.approx(by_hand(model, tokens, 25, windows), abs=1e-5)
     assert result.perplexity == pytest.approx(math.exp(result.nll), rel=1e-12)
     assert result[2:] == (24 * windows, windows, 25)
+
+
+def test_an_embedding_that_accelerate_keeps_on_disk(model, tokens, tmp_path: Path):
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "disk", "model.layers": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {"model.rotary_emb": "cpu"}
+    for device_map in (places, {"": "disk"}):
+        apart = LlamaForCausalLM.from_pretrained(
+            tmp_path / "model", device_map=device_map, offload_folder=str(tmp_path / "disk")
+        )
+        assert apart.get_input_embeddings().weight.is_meta
+        assert perplexity(apart, tokens, 25) == perplexity(model, tokens, 25)
 
 
 def test_first_token_of_a_window_is_not_predicted_from_the_one_before(model, tokens):

@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from .cache_name import CACHE
 from .costs import Costs, cache_bytes, costs_of
 from .errors import InputError
+from .evaluate import device_of
 
 Progress = Callable[[str, int, int], None]
 
@@ -129,11 +130,12 @@ class Runner:
     def __init__(self, model: PreTrainedModel, ids: Tensor, settings: BenchSettings) -> None:
         """Prepare the prompts and, for a compiled step, the static cache that its graph is bound to."""
         self.shape = ids.shape
-        self._model, self._ids, self._new_tokens = model, ids.to(model.device), settings.new_tokens
+        self._device = device_of(model)
+        self._model, self._ids, self._new_tokens = model, ids.to(self._device), settings.new_tokens
         self._static = self._step = None
         if settings.compile:
             self._static = StaticCache(config=model.config, max_cache_len=ids.shape[1] + settings.new_tokens)
-            mode = "reduce-overhead" if model.device.type == "cuda" else None
+            mode = "reduce-overhead" if self._device.type == "cuda" else None
             self._step = torch.compile(_next_token, fullgraph=True, dynamic=False, mode=mode)
 
     def run(self) -> Timing:
@@ -143,7 +145,7 @@ class Runner:
 
     def memory(self, weights: int) -> dict[str, int]:
         """Return what an eager round takes: the filled cache, and at its peak all tensors, the weights included."""
-        device = self._model.device
+        device = self._device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
@@ -163,7 +165,7 @@ class Runner:
         if self._static is not None:
             self._static.reset()
         cache = DynamicCache(config=self._model.config) if self._static is None else self._static
-        clock = _Clock(self._model.device)
+        clock = _Clock(self._device)
         clock.mark()
         token = _next_token(self._model, self._ids, cache)
         clock.mark()

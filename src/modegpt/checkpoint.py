@@ -58,13 +58,13 @@ def check_output(
     path = Path(out)
     if _leads_nowhere(path):
         raise InputError(f"output '{out}' leads through a link that points back to itself: choose another folder")
+    if path.is_file():
+        raise InputError(f"output '{out}' is a file; give a folder name")
     for what, read in (("model", model), ("calibration text", text)):
         if read is not None and Path(read).exists() and _holds(path, Path(read)):
             raise InputError(f"output '{out}' holds the {what} '{read}' and would replace it: choose another folder")
     if path.exists() and _holds(path, Path.cwd()):
         raise InputError(f"output '{out}' is or holds the folder that the call is made in: choose another")
-    if path.is_file():
-        raise InputError(f"output '{out}' is a file; give a folder name")
     if path.resolve().is_mount():  # the last step, a rename, would be refused after all the work
         raise InputError(f"output '{out}' is a mount point, which cannot be replaced: give a folder inside it")
     if path.exists() and not overwrite:

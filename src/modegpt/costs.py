@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .cache_name import CACHE
+from .evaluate import device_of
 from .models import local_folder, outer_config
 from .shards import find_tensors
 from .text_part import has_text_part, is_text
@@ -90,7 +91,7 @@ def costs_of(model: PreTrainedModel) -> Costs:
     Layers are counted as often as a token passes them, and of fused experts those that a token is sent to.
     """
     head = model.get_output_embeddings()
-    ids = torch.ones(1, PROBE_TOKENS, dtype=torch.long, device=model.device)
+    ids = torch.ones(1, PROBE_TOKENS, dtype=torch.long, device=device_of(model))
     with _count_linear_macs(model, head) as (counted, idle):
         cache = model(ids, use_cache=True)[CACHE]
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]

@@ -71,7 +71,7 @@ def perplexity(
         batch_size = _default_batch(seq_len, model.config.get_text_config().vocab_size)
     elif batch_size < 1:
         raise InputError(f"batch_size is {batch_size}; give at least 1")
-    device = _embedding(model).device
+    device = device_of(model)
     total, done = 0.0, 0
     with evaluating(model), torch.inference_mode():
         for batch in windows.split(batch_size):
@@ -123,6 +123,15 @@ def _embedding(model: PreTrainedModel) -> Tensor:
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Return where token ids go: to the embedding; where accelerate keeps that elsewhere, to the first weight in place.
+
+    From there, or from the CPU if no weight is in place, accelerate moves them itself.
+    """
+    weights = (_embedding(model), *model.parameters())
+    return next((weight.device for weight in weights if not weight.is_meta), torch.device("cpu"))
 
 
 def _default_batch(seq_len: int, vocab_size: int) -> int:

@@ -45,7 +45,8 @@ def describe(folder: str | Path) -> dict[str, Any]:
     }
     element = _element_bytes(tensors)
     full, layers, dense_cache = dims.full_ranks, [], 0
-    for index, entry in enumerate(config["modegpt"]["layers"]):
+    # A model of which someone dropped the last layers still describes them.
+    for index, entry in enumerate(config["modegpt"]["layers"][: dims.n_layers]):
         inside = f".{config['modegpt']['architecture']['layers']}.{index}."
         own = {name.split(inside, 1)[1]: shape for name, shape in shapes.items() if inside in name}
         ranks = {

@@ -79,6 +79,7 @@ class CompressedAttention:
     _qk_dim: int
     _value_dim: int
     _rope_pairs: int
+    _place: int
 
     def forward(
         self,
@@ -188,7 +189,7 @@ class CompressedAttention:
         When decoding, `CompressedRotary` has gathered them for all layers at once.
         """
         if shared is not None:
-            return shared[self.layer_idx]
+            return shared[self._place]
         # On a CPU some times faster than index_select, which reads an entry at a time on one core.
         index = self.rope_index.flatten().expand(*cos.shape[:-1], -1)
         cos, sin = (table.gather(-1, index).unflatten(-1, self.rope_index.shape) for table in (cos, sin))
@@ -298,7 +299,8 @@ def _as_pairs(cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> tuple[Tensor,
 class CompressedRotary:
     """Mixin in front of a stock rotary embedding: when one token is decoded, gathers for all layers at once."""
 
-    _attentions: list[Any]
+    _indices: list[dict[str, Any]]
+    """The buffers of each attention, and not the attentions, which would outlive layers that someone drops."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the stock tables; for one token, also each layer's views of its own cosines and signed sines.
@@ -307,7 +309,7 @@ class CompressedRotary:
         from one call, and a step has that many fewer to wait for.
         """
         tables: Any = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        indices = [attention.rope_index for attention in self._attentions]
+        indices = [buffers["rope_index"] for buffers in self._indices]
         # Long prompts would need this memory by layers; and the layers may be spread over devices.
         if tables[0].shape[-2] != 1 or any(index.device != tables[0].device for index in indices):
             return tables
@@ -316,13 +318,11 @@ class CompressedRotary:
         sin = torch.stack((-sin, sin), dim=-2)
         shape = indices[0].shape
         if all(index.shape == shape for index in indices):
-            pairs: Any = zip(*(table.unbind(2) for table in _as_pairs(cos, sin, (len(indices), *shape))), strict=True)
-        else:
-            sizes = [index.numel() for index in indices]
-            parts = zip(cos.split(sizes, -1), sin.split(sizes, -1), indices, strict=True)
-            pairs = [_as_pairs(cos, sin, index.shape) for cos, sin, index in parts]
-        shared = {attention.layer_idx: pair for attention, pair in zip(self._attentions, pairs, strict=True)}
-        return *tables, shared
+            by_layer = (table.unbind(2) for table in _as_pairs(cos, sin, (len(indices), *shape)))
+            return *tables, list(zip(*by_layer, strict=True))
+        sizes = [index.numel() for index in indices]
+        parts = zip(cos.split(sizes, -1), sin.split(sizes, -1), indices, strict=True)
+        return *tables, [_as_pairs(cos, sin, index.shape) for cos, sin, index in parts]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _empty, (compressed_rotary_class, type(self).__mro__[2]), self.__dict__
@@ -347,40 +347,57 @@ class CompressedConfig(_ConfigBase):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as stock configs do."""
-        # PEFT asks for exactly this before it looks up the default modules of a model type: the one moment when it is
-        # sure to be imported, whichever of it and the model came first.
+        # PEFT asks for this before it looks up the default modules of a model type: a moment when it is sure to be
+        # imported, whichever of it and the model came first.
         share_peft_defaults(self.model_type)
         return super().to_dict()
 
 
 def share_peft_defaults(model_type: str) -> None:
-    """Give a compressed model type the default target modules that PEFT has for the dense one, if PEFT is imported."""
+    """Give a compressed model type what PEFT has for the dense one, if PEFT is imported.
+
+    That is its default target modules, and which targets are parts of its fused experts.
+    """
+    dense = model_type.removeprefix(MODEL_TYPE_PREFIX)
     constants = sys.modules.get("peft.utils.constants")
     tables = [] if constants is None else vars(constants).items()
     for name, table in tables:
-        dense = model_type.removeprefix(MODEL_TYPE_PREFIX)
         if name.endswith("_MODULES_MAPPING") and isinstance(table, dict) and dense in table:
             table.setdefault(model_type, table[dense])
+    experts = getattr(sys.modules.get("peft.utils.transformers_weight_conversion"), "_MODEL_TO_CONVERSION_PATTERN", {})
+    if dense in experts and model_type not in experts:
+        from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+        # PEFT heeds its table only for types with a list of conversions on loading, be it empty.
+        register_checkpoint_conversion_mapping(model_type, [], overwrite=True)
+        experts[model_type] = experts[dense]
 
 
 class CompressedModel(_ModelBase):
     """Mixin in front of a stock model class: builds the stock skeleton, then shrinks its projections."""
 
     _stock: type
+    config_class: Any
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         """Build the model that `config.modegpt` describes; inside `from_pretrained` this happens on the meta device."""
         super().__init__(config, *args, **kwargs)
         description = config.modegpt
         check_version(description)
-        layers = decoder_layers(self, description["architecture"])
+        layers, described = decoder_layers(self, description["architecture"]), description["layers"]
+        if len(layers) > len(described):
+            raise ValueError(f"the config asks for {len(layers)} layers, and the checkpoint has {len(described)}")
+        if len(layers) < len(described):  # stock models, too, leave out the last ones where they are told to
+            config.modegpt = description = {**description, "layers": described[: len(layers)]}
         for block, layer in zip(layers, description["layers"], strict=True):
             shrink_block(block, description["architecture"], layer, config)
-        attentions = [module for module in layers.modules() if hasattr(module, "rope_index")]
+        attentions: list[Any] = [module for module in layers.modules() if hasattr(module, "rope_index")]
         rotary: Any = getattr(self.base_model, "rotary_emb", None)
         if rotary is not None and attentions and not isinstance(rotary, CompressedRotary):
             rotary.__class__ = compressed_rotary_class(type(rotary))
-            rotary._attentions = attentions  # a list, so that they are not its submodules
+            rotary._indices = [attention._buffers for attention in attentions]
+            for place, attention in enumerate(attentions):
+                attention._place = place
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         """Save as stock models do, with this file beside the weights so that the folder loads on its own."""
@@ -397,6 +414,7 @@ class CompressedModel(_ModelBase):
     @classmethod
     def is_custom_code(cls) -> bool:
         """Return whether other code than transformers' own initialises what the files lack, such as some buffers."""
+        share_peft_defaults(cls.config_class.model_type)  # PEFT comes by here before it looks up fused experts
         return cls._stock.is_custom_code()  # pyright: ignore[reportAttributeAccessIssue]
 
     @classmethod

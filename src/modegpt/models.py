@@ -151,7 +151,22 @@ def open_tokenizer(name: str) -> Any:
         # transformers would make up an empty tokenizer for some families.
         raise InputError(f"model folder '{name}' has no tokenizer; save the tokenizer beside the model")
     with refused(f"the tokenizer of '{name}' cannot be opened"):
-        return AutoTokenizer.from_pretrained(location, **arguments)
+        return without_mistral_common(AutoTokenizer.from_pretrained(location, **arguments))
+
+
+def without_mistral_common(tokenizer: Any) -> Any:
+    """Return a tokenizer that mistral-common has taken over as one of transformers' own, any other as it is.
+
+    Where that package is installed it opens a Mistral's `tekken.json`, and saves nothing else. transformers does not
+    ask it for a compressed model, and reads neither special tokens nor a chat template out of that file.
+    """
+    if type(tokenizer).__name__ != "MistralCommonBackend" or tokenizer._tokenizer_path.suffix != ".json":
+        return tokenizer
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    own = convert_tekken_tokenizer(str(tokenizer._tokenizer_path))
+    own.add_bos_token = True  # as mistral-common does
+    return own
 
 
 def save_tokenizer(tokenizer: Any, folder: Path, source: str | None) -> None:
@@ -162,7 +177,7 @@ def save_tokenizer(tokenizer: Any, folder: Path, source: str | None) -> None:
         folder: to save it to.
         source: the model whose tokenizer it is, as `open_tokenizer` gave it; None for one of unknown origin.
     """
-    tokenizer.save_pretrained(folder)
+    without_mistral_common(tokenizer).save_pretrained(folder)
     if source is None:
         return
     place: Any = Path(source) / VOCABULARY

@@ -1,9 +1,12 @@
 """What is saved opens anywhere: in a fresh process, with and without modegpt, moved, sharded, in another dtype."""
 
+import copy
+import gc
 import json
 import re
 import runpy
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,11 +15,12 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from modegpt import modeling_modegpt
+from modegpt import modeling_modegpt, stock_model
+from modegpt.inspection import describe
 
 from .conftest import Pair
 from .families import tokens
-from .helpers import run_python
+from .helpers import densify, run_python
 
 SHIPPED = "modeling_modegpt.py"
 
@@ -188,6 +192,33 @@ def test_an_edited_config_of_other_shapes_is_refused(folders: dict[str, Path], t
     path.write_text(json.dumps(data))
     with pytest.raises(RuntimeError, match="mismatch"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "edited")
+
+
+def test_the_last_layers_can_be_left_out(pairs: dict[str, Pair], folders: dict[str, Path], tmp_path: Path):
+    """As of a stock model: by a config that has fewer, and by dropping them, which frees them."""
+    family, dense, compressed = pairs["llama-grouped"]
+    expected, dropped = densify(family, compressed, dense).float(), copy.deepcopy(compressed)
+    gone = weakref.ref(dropped.model.layers[2].self_attn)
+    for model in (expected, dropped):
+        model.model.layers = model.model.layers[:2]
+        model.config.num_hidden_layers = 2
+    gc.collect()
+    assert gone() is None
+    dropped.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    few = AutoModelForCausalLM.from_pretrained(folders["llama-grouped"], num_hidden_layers=2)
+    written = {"max_new_tokens": 4, "do_sample": False}
+    for model in (dropped, again, few, stock_model(again)):
+        with torch.no_grad():
+            # The same sums in another order: float32 rounding of logits of size 100.
+            torch.testing.assert_close(model(tokens()).logits, expected(tokens()).logits, rtol=1e-4, atol=1e-3)
+        assert torch.equal(model.generate(tokens(), **written), expected.generate(tokens(), **written))
+    assert describe(tmp_path)["parameters"] == {
+        "dense": expected.num_parameters(),
+        "compressed": again.num_parameters(),
+    }
+    with pytest.raises(ValueError, match="the config asks for 4 layers, and the checkpoint has 3"):
+        AutoModelForCausalLM.from_pretrained(folders["llama-grouped"], num_hidden_layers=4)
 
 
 def test_the_config_goes_through_a_file(pair: Pair, tmp_path: Path):

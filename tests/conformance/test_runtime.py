@@ -32,6 +32,19 @@ def test_copy_and_pickle(pair: Pair):
         assert torch.equal(logits(pair.compressed, tokens()), expected), "the copy shares its weights"
 
 
+def test_a_copy_decodes_by_its_own_rotary_numbers(pairs: dict[str, Pair]):
+    """When one token is decoded they are read in one place for all layers."""
+    model, ids = pairs["llama-grouped"].compressed, tokens(length=9)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for name, buffer in again.named_buffers():
+            if name.endswith("rope_index"):
+                buffer.copy_(buffer.flip(-1))
+        assert len(again.model.rotary_emb(torch.zeros(1, 1, 1), torch.ones(1, 1, dtype=torch.long))) == 3
+        expected = greedy(again, ids, 5)
+        assert not torch.equal(expected, greedy(model, ids, 5)), "the numbers do not matter"
+        assert torch.equal(again.generate(ids, max_new_tokens=5, do_sample=False), expected)
+
+
 def test_a_pickle_opens_in_a_fresh_process(pairs: dict[str, Pair], tmp_path: Path):
     """As `torch.save(model)` and worker processes need it."""
     pair = pairs["qwen2"]

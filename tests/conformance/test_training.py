@@ -2,6 +2,7 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -17,6 +18,8 @@ from .families import tokens
 from .helpers import run_python
 
 BATCH = tokens(rows=4, length=12)
+LORA_DEFAULTS = dict(constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
+del LORA_DEFAULTS["mixtral"]  # which PEFT loses when it looks for experts among no targets
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -76,12 +79,42 @@ def test_lora(pair: Pair, folders: dict[str, Path], tmp_path: Path, targets: str
     if targets == "every projection":
         linears = architecture.linears(decoder_layers(pair.compressed, architecture.describe())[0])
         modules = sorted({n.rsplit(".")[-1] for n, module in pair.compressed.named_modules() if module in linears})
-    elif pair.dense.config.model_type not in constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING:
+    elif pair.dense.config.model_type not in LORA_DEFAULTS:
         pytest.skip("PEFT has no defaults for the dense family")
     parameters = None
     if modules == []:  # there are experts alone, whose fused weights are no modules
         parameters, modules = ["experts.gate_up_proj", "experts.down_proj"], None
     settings = peft.LoraConfig(r=2, target_modules=modules, target_parameters=parameters, task_type="CAUSAL_LM")
+    train_and_merge(pair, folder, settings, tmp_path)
+
+
+def adapted(model: Any) -> set[str]:
+    """Return the weights that an adapter trains beside a model's own."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("mixtral", ["q_proj", "w1", "w2", "w3"]),
+        ("qwen3_moe", ["v_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("deepseek_v3", "all-linear"),
+        ("granitemoe", "all-linear"),  # whose experts PEFT does not know
+    ],
+)
+def test_lora_reaches_the_experts_that_peft_knows(
+    pairs: dict[str, Pair], folders: dict[str, Path], tmp_path: Path, name: str, targets: Any
+):
+    """It does so by the model type: the experts are fused, and no linear modules."""
+    settings = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM")
+    expected = adapted(peft.get_peft_model(copy.deepcopy(pairs[name].dense), copy.deepcopy(settings)))
+    assert any(".experts." in weight for weight in expected) == (name != "granitemoe")
+    model = train_and_merge(pairs[name], folders[name], settings, tmp_path)
+    assert adapted(model) == expected
+
+
+def train_and_merge(pair: Pair, folder: Path, settings: peft.LoraConfig, tmp_path: Path) -> Any:
+    """Train an adapter of the model in `folder`, save, load and merge it; return the trained model."""
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), settings)
     with torch.no_grad():
         # LoRA's second matrix starts at zero, so the adapter begins as the identity.
@@ -104,17 +137,18 @@ def test_lora(pair: Pair, folders: dict[str, Path], tmp_path: Path, targets: str
     with torch.no_grad():
         # Merging adds the adapter to the weights first: float32 rounding of logits of size 100.
         torch.testing.assert_close(reloaded(BATCH).logits, expected, rtol=1e-4, atol=1e-3)
+    return model
 
 
 def test_the_defaults_are_those_of_the_dense_family(pair: Pair):
     dense = type(pair.dense).config_class.model_type
     for settings, known in (
-        (peft.LoraConfig, constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING),
+        (peft.LoraConfig, LORA_DEFAULTS),
         (peft.IA3Config, constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING),
     ):
         if dense in known:
-            adapted = peft.get_peft_model(copy.deepcopy(pair.compressed), settings(task_type="CAUSAL_LM"))
-            assert set(adapted.peft_config["default"].target_modules) == set(known[dense])
+            adapter = peft.get_peft_model(copy.deepcopy(pair.compressed), settings(task_type="CAUSAL_LM"))
+            assert set(adapter.peft_config["default"].target_modules) == set(known[dense])
         else:
             with pytest.raises(ValueError, match="target_modules"):
                 peft.get_peft_model(copy.deepcopy(pair.compressed), settings(task_type="CAUSAL_LM"))
@@ -127,11 +161,16 @@ def test_the_defaults_do_not_depend_on_the_order_of_imports(folders: dict[str, P
 import sys
 {"import peft" if peft_first else ""}
 from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained({str(folders["qwen2"])!r}, trust_remote_code=True)
+load = lambda folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+model, mixture = load({str(folders["qwen2"])!r}), load({str(folders["mixtral"])!r})
 assert ("peft" in sys.modules) == {peft_first}
 assert "modegpt" not in sys.modules
 import peft
+print(sorted(peft.get_peft_model(mixture, peft.LoraConfig(target_modules=["w1", "w2", "w3"])).targeted_parameter_names))
 print(sorted(peft.get_peft_model(model, peft.LoraConfig()).peft_config["default"].target_modules))
 """
     printed = run_python("-c", code, cache=tmp_path)
-    assert printed.splitlines()[0] == "['q_proj', 'v_proj']"  # below it may stand PEFT's own deprecation warnings
+    # Below it may stand PEFT's own deprecation warnings.
+    experts, defaults = printed.splitlines()[:2]
+    assert defaults == "['q_proj', 'v_proj']"
+    assert "model.layers.2.mlp.experts.gate_up_proj" in experts

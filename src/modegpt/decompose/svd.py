@@ -47,14 +47,30 @@ def joint_svd(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
     factor = psd.root(moment)
     # The left singular vectors of the wide R W_O are the eigenvectors of the small (R W_O)(R W_O)ᵀ.
     weighted = factor.root @ output
-    left = torch.linalg.eigh(weighted @ weighted.mT).eigenvectors.flip(-1)[..., :rank]
-    basis, triangular = torch.linalg.qr(factor.inverse @ left)
-    basis, triangular = fix_signs(basis, triangular)
+    left, basis, triangular = _leading(factor, weighted @ weighted.mT, rank)
     # Along basis directions that the values never take, any output is optimal: keep the original one.
     projected = basis.mT @ output
     seen = psd.root(basis.mT @ moment @ basis)
     unseen = projected - seen.inverse @ (seen.root @ projected)
     return _result(moment, output, basis, triangular @ (left.mT @ weighted) + unseen, factor.rank)
+
+
+def joint_basis(moment: Tensor, energy: Tensor, rank: int) -> Tensor:
+    """The basis of `joint_svd` alone, which reads no more of the output blocks than `W_O W_Oᵀ`.
+
+    Args:
+        moment: `(n_kv_heads, d_head, d_head)` second moments, float64.
+        energy: `(n_kv_heads, d_head, d_head)` `W_O W_Oᵀ`.
+        rank: columns to keep.
+    """
+    factor = psd.root(moment)
+    return _leading(factor, factor.root @ energy @ factor.root.mT, rank)[1]
+
+
+def _leading(factor: psd.Root, gram: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `U_k`, `Q` and `T` with `R⁺U_k = QT`, of `(R W_O)(R W_O)ᵀ = U Σ² Uᵀ`."""
+    left = torch.linalg.eigh(gram).eigenvectors.flip(-1)[..., :rank]
+    return left, *fix_signs(*torch.linalg.qr(factor.inverse @ left))
 
 
 def value_eigenvectors(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
