@@ -58,7 +58,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         cost = architecture.rank_costs(dims, lambda path, own=own: f"{path}.bias" in own)
         kept = sum(map(prod, own.values()))
         dense = kept + sum(cost[module] * (full[module] - ranks[module]) for module in full)
-        dense_cache += architecture.cached(dims, full, outputs) * element
+        dense_cache += architecture.dense_cached(dims, outputs) * element
         layers.append(
             {
                 "ranks": ranks,

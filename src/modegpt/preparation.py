@@ -287,8 +287,8 @@ def cached_numbers(
     numbers = {"dense": 0, "compressed": 0}
     for block, own in zip(blocks, ranks, strict=True):
         outputs = {path: getattr(module, "out_features", 0) for path, module in block.named_modules()}
-        for name, sizes in (("dense", dims.full_ranks), ("compressed", own)):
-            numbers[name] += architecture.cached(dims, sizes, outputs)
+        numbers["dense"] += architecture.dense_cached(dims, outputs)
+        numbers["compressed"] += architecture.cached(dims, own, outputs)
     return numbers
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache, pipeline
 
 from modegpt.cache_name import CACHE
+from modegpt.modeling_modegpt import decoder_layers
+from modegpt.preparation import cached_numbers
 
 from .conftest import Pair
 from .families import tokens
@@ -43,6 +45,18 @@ def test_a_copy_decodes_by_its_own_rotary_numbers(pairs: dict[str, Pair]):
         expected = greedy(again, ids, 5)
         assert not torch.equal(expected, greedy(model, ids, 5)), "the numbers do not matter"
         assert torch.equal(again.generate(ids, max_new_tokens=5, do_sample=False), expected)
+
+
+def test_the_cache_holds_as_many_numbers_a_token_as_is_told(pair: Pair):
+    family, blocks = pair.family, decoder_layers(pair.dense, pair.family.architecture.describe())
+    told = cached_numbers(blocks, family.architecture, family.dims, family.ranks())
+    for name, model in (("dense", pair.dense), ("compressed", pair.compressed)):
+        with torch.no_grad():
+            layers = model(tokens(rows=1, length=5), use_cache=True)[CACHE].layers
+        # Convolutions and states of linear attention do not grow with the text.
+        attending = [layer for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
+        found = sum(part[0, :, 0].numel() for layer in attending for part in (layer.keys, layer.values))
+        assert found == told[name], name
 
 
 def test_a_pickle_opens_in_a_fresh_process(pairs: dict[str, Pair], tmp_path: Path):

@@ -22,7 +22,8 @@ class FalconArchitecture(Architecture):
         if config.new_decoder_architecture:
             kv_heads = config.num_kv_heads
         parallel = bool(config.new_decoder_architecture or config.parallel_attn)
-        return replace(self, kv_heads=kv_heads, parallel=parallel)
+        # Which repeats keys and values before it caches them.
+        return replace(self, kv_heads=kv_heads, parallel=parallel, caches_all=bool(config.new_decoder_architecture))
 
 
 FALCON = FalconArchitecture(

@@ -92,6 +92,8 @@ class Architecture:
     """The config's name for the number of key heads, or the number; 0 where each query head has its own."""
     width: str = "intermediate_size"
     """The config's name for the MLP width; four times the model's where that is unset."""
+    caches_all: bool = False
+    """Whether the stock attention caches a key and a value for each query head, whatever the number of key heads."""
     rotary: bool = True
     """Whether query and key pass a rotary embedding."""
     rotary_switch: tuple[str, ...] = ()
@@ -263,7 +265,7 @@ class Architecture:
         return replace(dims, rotary_dim=0)
 
     def cached(self, dims: "Dimensions", ranks: dict[str, int], outputs: Mapping[str, int]) -> int:
-        """Return how many numbers a token puts into the key-value cache in one block.
+        """Return how many numbers a token puts into the key-value cache in one compressed block.
 
         Args:
             dims: the dense model's sizes.
@@ -273,6 +275,11 @@ class Architecture:
         if self.whole_attention:
             return sum(outputs.get(f"{self.attention}.{name}", 0) for name in (self.key, self.value))
         return dims.n_kv_heads * (ranks["qk"] + ranks["vo"])
+
+    def dense_cached(self, dims: "Dimensions", outputs: Mapping[str, int]) -> int:
+        """Return the same of the dense block."""
+        numbers = self.cached(dims, dims.full_ranks, outputs)
+        return numbers * dims.n_heads // dims.n_kv_heads if self.caches_all else numbers
 
     def mixing(self, block: nn.Module) -> list[tuple[Any, bool]]:
         """Return every module of a block that mixes tokens, and whether it puts out a pair, as attention does."""
