@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from .cache_name import CACHE
 from .costs import Costs, cache_bytes, costs_of
 from .errors import InputError
-from .evaluate import device_of
+from .models import device_of
 
 Progress = Callable[[str, int, int], None]
 

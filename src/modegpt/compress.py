@@ -84,9 +84,8 @@ def compress_to_folder(
     Returns:
         The run's report, as in `report.json`.
     """
-    require_model(model)
     # Of a model in memory, the folder that it came from.
-    source = model.name_or_path or None if isinstance(model, PreTrainedModel) else model
+    source = model if isinstance(model, str | Path) else getattr(model, "name_or_path", None) or None
     text = calibration if isinstance(calibration, str | Path) else None
     check_output(out, overwrite or resume, source, text)
     out = Path(out).resolve()  # of a link its target is replaced, and the link stays

@@ -23,8 +23,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .cache_name import CACHE
-from .evaluate import device_of
-from .models import local_folder, outer_config
+from .models import device_of, local_folder, outer_config
 from .shards import find_tensors
 from .text_part import has_text_part, is_text
 

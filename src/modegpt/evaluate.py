@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import InputError, NumericalError
+from .models import beyond_vocabulary, device_of
 
 LOGIT_BYTES = 2**30
 """Bound on the float32 logits of one batch."""
@@ -109,29 +110,13 @@ def _windows(model: PreTrainedModel, tokens: Tensor, seq_len: int, max_windows: 
         )
     n_windows = min(n_windows, max_windows or n_windows)
     windows = tokens[: n_windows * seq_len].view(n_windows, seq_len)
-    rows = len(_embedding(model))
-    low, high = int(windows.min()), int(windows.max())
-    if low < 0 or high >= rows:
+    if (bounds := beyond_vocabulary(windows, model)) is not None:
+        low, high, rows = bounds
         raise InputError(
             f"token {low if low < 0 else high} is outside the model's vocabulary of {rows};"
             " give the tokenizer that belongs to the model"
         )
     return windows
-
-
-def _embedding(model: PreTrainedModel) -> Tensor:
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight
-
-
-def device_of(model: PreTrainedModel) -> torch.device:
-    """Return where token ids go: to the embedding; where accelerate keeps that elsewhere, to the first weight in place.
-
-    From there, or from the CPU if no weight is in place, accelerate moves them itself.
-    """
-    weights = (_embedding(model), *model.parameters())
-    return next((weight.device for weight in weights if not weight.is_meta), torch.device("cpu"))
 
 
 def _default_batch(seq_len: int, vocab_size: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -271,3 +272,25 @@ def read_generation_config(folder: Path, model: PreTrainedModel) -> GenerationCo
     if (folder / "generation_config.json").is_file():
         return GenerationConfig.from_pretrained(folder)
     return model.generation_config
+
+
+def beyond_vocabulary(ids: Tensor, model: PreTrainedModel) -> tuple[int, int, int] | None:
+    """Return the least and greatest of some token ids and how many the model knows, if it does not know them all."""
+    low, high = (int(bound) for bound in ids.aminmax())
+    rows = len(_embedding(model))
+    return (low, high, rows) if low < 0 or high >= rows else None
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Return where token ids go: to the embedding; where accelerate keeps that elsewhere, to the first weight in place.
+
+    From there, or from the CPU if no weight is in place, accelerate moves them itself.
+    """
+    weights = (_embedding(model), *model.parameters())
+    return next((weight.device for weight in weights if not weight.is_meta), torch.device("cpu"))
+
+
+def _embedding(model: PreTrainedModel) -> Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight

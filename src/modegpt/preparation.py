@@ -22,6 +22,7 @@ from .errors import InputError
 from .evaluate import check_window
 from .experts import run_in_turn
 from .models import (
+    beyond_vocabulary,
     check_model,
     compute_dtype,
     has_tokenizer,
@@ -163,12 +164,10 @@ def open_text(
 
 def check_ids(text: Text, source: Source) -> None:
     """Raise `InputError` if a token of the text is outside the model's vocabulary."""
-    weight = source.blocks.model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    least, most = (int(bound) for bound in text.windows.aminmax())
-    if least < 0 or most >= len(weight):
+    if (bounds := beyond_vocabulary(text.windows, source.blocks.model)) is not None:
+        low, high, rows = bounds
         raise InputError(
-            f"the calibration text has tokens from {least} to {most}, and the model has {len(weight)} of them: give "
+            f"the calibration text has tokens from {low} to {high}, and the model has {rows} of them: give "
             "ids by this model's own tokenizer"
         )
 

@@ -156,12 +156,9 @@ class _Sweep:
 
     def begin(self, configs: Sequence[CompressionConfig]) -> None:
         """Refuse a sparsity that the settings cannot reach; only then make room for what is to be measured."""
-        runs = [self._run(config, "") for config in configs]
-        for run in runs:
-            run.check()  # before the scores, which nothing has kept yet
-        scores = self.scores if runs else None
-        for run in runs:
-            run.allocate(scores)
+        for config in configs:
+            self._run(config, "").check()  # before the scores, which nothing has kept yet
+        scores = self.scores if configs else None
         if self.overwrite:
             shutil.rmtree(self.out / "models", ignore_errors=True)
             self._scores_file.unlink(missing_ok=True)

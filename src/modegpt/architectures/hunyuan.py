@@ -1,5 +1,8 @@
 """Tencent's dense HunYuan, and Hy3."""
 
+from dataclasses import replace
+
+from .qwen3 import QWEN3_MOE
 from .spec import Architecture
 
 HUNYUAN_V1_DENSE = Architecture(
@@ -12,15 +15,12 @@ HUNYUAN_V1_DENSE = Architecture(
     "whole",
 )
 
-HY_V3 = Architecture(
+HY_V3 = replace(
+    QWEN3_MOE,
     model_type="hy_v3",
     name="HYV3",
-    experts="mlp.experts",
     shared_experts="num_shared_experts",
     shared_down="mlp.shared_experts.down_proj",
-    width="moe_intermediate_size",
-    query_norm="q_norm",
-    key_norm="k_norm",
     buffers=("mlp.e_score_correction_bias",),
     file_names=(
         (".mlp.gate.", ".mlp.router.gate."),

@@ -1,5 +1,8 @@
 """Phi 1, 1.5 and 2; Phi 3, 3.5 and 4; Phi 3.5 MoE."""
 
+from dataclasses import replace
+
+from .mixtral import MIXTRAL
 from .spec import Architecture
 
 PHI = Architecture(
@@ -27,16 +30,10 @@ PHI3 = Architecture(
     notes="Phi 3, 3.5 and 4; fused projections, sliced in place; longrope, sliding window",
 )
 
-PHIMOE = Architecture(
+PHIMOE = replace(
+    MIXTRAL,
     model_type="phimoe",
     name="Phimoe",
-    experts="mlp.experts",
-    n_experts="num_local_experts",
-    expert_files=(
-        "block_sparse_moe.experts.{}.w1",
-        "block_sparse_moe.experts.{}.w3",
-        "block_sparse_moe.experts.{}.w2",
-    ),
     file_names=((".mlp.router.", ".block_sparse_moe.gate."),),
     notes="Phi 3.5 MoE, Phi mini and tiny MoE; longrope, LayerNorm, biases in attention; attention and experts are cut",
 )
