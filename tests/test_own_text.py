@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import Cache, PreTrainedTokenizerFast
 
 from conformance.families import FAMILIES, Family
 from modegpt import CompressionConfig, NumericalError
 from modegpt.blocks import Calibration
 from modegpt.compress import compress_to_folder, prepare
 from modegpt.hidden_states import HiddenStates
-from modegpt.own_text import LENGTH, beginning, sample
+from modegpt.own_text import LENGTHS, beginning, sample
 from modegpt.run import Run
 
 CPU = torch.device("cpu")
@@ -38,23 +38,31 @@ def expected(dense: torch.nn.Module, count: int, seed: int, start: int | None = 
     """The definition: continuations sampled from the model's own forward, by the same uniform numbers."""
     own = 10 - (start is not None)
     generator = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(-(-count * own // LENGTH), LENGTH, generator=generator, dtype=torch.float64)
-    tokens = (uniforms[:, :1] * dense.config.vocab_size).long()  # type: ignore[union-attr, operator]
-    for step in range(1, LENGTH):
-        inputs = tokens if start is None else torch.cat((torch.full_like(tokens[:, :1], start), tokens), dim=1)
-        with torch.no_grad():
-            chances = dense(inputs).logits[:, -1].double().softmax(-1)
-        tokens = torch.cat((tokens, (chances.cumsum(-1) <= uniforms[:, step, None]).sum(-1, keepdim=True)), dim=1)
-    return tokens.flatten()[: count * own].view(count, own)
+    windows = torch.full((count, 10), -1 if start is None else start)
+    for place, length in enumerate(LENGTHS[:count]):
+        into = windows[place :: len(LENGTHS), 10 - own :]
+        uniforms = torch.rand(-(-into.numel() // length), length, generator=generator, dtype=torch.float64)
+        tokens = (uniforms[:, :1] * dense.config.vocab_size).long()  # type: ignore[union-attr, operator]
+        for step in range(1, length):
+            inputs = tokens if start is None else torch.cat((torch.full_like(tokens[:, :1], start), tokens), dim=1)
+            with torch.no_grad():
+                chances = dense(inputs).logits[:, -1].double().softmax(-1)
+            tokens = torch.cat((tokens, (chances.cumsum(-1) <= uniforms[:, step, None]).sum(-1, keepdim=True)), dim=1)
+        into.copy_(tokens.flatten()[: into.numel()].view_as(into))
+    return windows
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_text_is_sampled_from_the_model_in_memory_and_from_shards(family: Family, tmp_path: Path):
+def test_text_is_sampled_from_the_model_in_memory_and_from_shards(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     dense = family.dense()
     windows = written(dense, coverage=0.5)
     assert torch.equal(windows, expected(dense, 3, seed=0))
     dense.save_pretrained(tmp_path / "dense", max_shard_size="20KB")
     assert torch.equal(written(str(tmp_path / "dense"), coverage=0.5), windows)
+    monkeypatch.setattr("modegpt.run.CACHE_BYTES", 0)
+    assert torch.equal(written(dense, coverage=0.5), windows)
 
 
 @pytest.mark.parametrize("n_kept", [0, 1, 2])
@@ -68,8 +76,8 @@ def test_where_there_is_room_blocks_are_read_once(n_kept: int, monkeypatch: pyte
     windows = run.coverage()
     assert windows is not None
     assert torch.equal(windows, expected(dense, 3, seed=0))
-    n_layers = run.source.dims.n_layers
-    assert len(read) == n_layers * (LENGTH - 1) - n_kept * (LENGTH - 2)
+    n_steps = sum(length - 1 for length in LENGTHS)
+    assert len(read) == n_steps * run.source.dims.n_layers - n_kept * (n_steps - 1)
 
 
 def test_continuations_begin_where_all_windows_begin():
@@ -77,8 +85,7 @@ def test_continuations_begin_where_all_windows_begin():
     begun = torch.cat((torch.full((6, 1), 7), calibration()[:, 1:]), dim=1)
     windows = prepare(dense, begun, CompressionConfig(device="cpu", coverage=0.5), None, None).coverage()
     assert windows is not None
-    assert (windows[:, 0] == 7).all()
-    assert torch.equal(windows[:, 1:], expected(dense, 3, seed=0, start=7))
+    assert torch.equal(windows, expected(dense, 3, seed=0, start=7))
     assert beginning(begun[:1]) is None  # one window tells nothing
     assert beginning(calibration()) is None
 
@@ -97,8 +104,7 @@ def test_one_window_of_a_text_begins_as_the_text_does(
         config = CompressionConfig(samples=samples, seq_len=10, device="cpu", coverage=1 / samples)
         made.append(prepare(tmp_path, small_text_file, config, None, None).coverage())
     assert torch.equal(made[0], made[1])
-    assert made[0][0, 0] == tokenizer.bos_token_id
-    assert torch.equal(made[0][:, 1:], expected(dense, 1, seed=0, start=tokenizer.bos_token_id))
+    assert torch.equal(made[0], expected(dense, 1, seed=0, start=tokenizer.bos_token_id))
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.001, 1), (0.25, 2), (1.0, 6)])
@@ -122,17 +128,46 @@ def test_batches_decide_nothing():
     assert torch.equal(written(dense, coverage=1.0, batch_size=3), written(dense, coverage=1.0))
 
 
-def test_a_batch_of_short_rows_holds_as_many_tokens_as_one_of_windows(monkeypatch: pytest.MonkeyPatch):
-    run = run_of(FAMILIES[0].dense(), coverage=1.0, batch_size=2)
+def seen_by_embed(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Let a run write; return rows and tokens of what was embedded, the rows of a batch, and tokens in the cache."""
     embed, seen = run.source.blocks.embed, []
 
-    def spy(windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
-        seen.append((windows.shape[1], batch_size))
-        return embed(windows, batch_size, hidden)
+    def spy(windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
+        seen.append((*windows.shape, batch_size, -1 if cache is None else cache.get_seq_length()))
+        return embed(windows, batch_size, hidden, cache)
 
     monkeypatch.setattr(run.source.blocks, "embed", spy)
     run.coverage()
-    assert seen == [(1, 20), (2, 10), (3, 6)]  # two windows of ten tokens
+    return seen
+
+
+def test_each_token_is_run_once_if_keys_and_values_fit(monkeypatch: pytest.MonkeyPatch):
+    run, told = run_of(FAMILIES[0].dense(), coverage=0.5), []
+    run.progress = lambda *call: told.append(call)
+    steps = [(2, 1, 2, length) for length in range(15)] + [(3, 1, 3, length) for length in range(3)]
+    assert seen_by_embed(run, monkeypatch) == steps  # two windows of ten tokens, and one
+    total = len(steps) * run.source.dims.n_layers
+    assert told == [("coverage", done, total) for done in range(total + 1)]
+
+
+@pytest.mark.parametrize(("limit", "short", "cached"), [(None, 0, True), (None, 1, False), (10**9, 0, False)])
+def test_without_room_steps_run_all_that_is_written(
+    limit: int | None, short: int, cached: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A limit of memory leaves none. A batch of short rows holds as many tokens as one of windows."""
+    run = run_of(FAMILIES[0].dense(), coverage=0.01, batch_size=2, max_host_memory=limit)
+    dims = run.source.dims
+    needed = 15 * 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * 4  # by one continuation, for ten tokens
+    monkeypatch.setattr("modegpt.run.CACHE_BYTES", needed - short)
+    steps = [(1, 1, 1, n) if cached else (1, n + 1, 20 // (n + 1), -1) for n in range(15)]
+    assert seen_by_embed(run, monkeypatch) == steps
+
+
+def test_without_room_for_all_rows_in_a_batch_there_is_no_cache(monkeypatch: pytest.MonkeyPatch):
+    run = run_of(FAMILIES[0].dense(), coverage=1.0, batch_size=1)
+    monkeypatch.setattr("modegpt.own_text.LENGTHS", (4,))
+    # Fifteen continuations; a batch has five of them, as each may have a token before it.
+    assert seen_by_embed(run, monkeypatch) == [(15, 1, 10, -1), (15, 2, 5, -1), (15, 3, 3, -1)]
 
 
 def test_rows_are_drawn_for_alike_however_many_are_cumulated_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .architectures import architecture_of
+from .cache_name import CACHE
 from .hidden_states import HiddenStates
 
 
@@ -66,7 +67,12 @@ def _stand_ins(model: PreTrainedModel, layers: nn.ModuleList) -> Iterator[list[_
 
 @torch.no_grad()
 def run_identity_blocks(
-    model: PreTrainedModel, layers: nn.ModuleList, windows: Tensor, batch_size: int, hidden: HiddenStates
+    model: PreTrainedModel,
+    layers: nn.ModuleList,
+    windows: Tensor,
+    batch_size: int,
+    hidden: HiddenStates,
+    cache: Cache | None = None,
 ) -> dict[int, list[dict[str, Any]]]:
     """Run the model with identity blocks, and return by batch size the arguments of every block.
 
@@ -76,11 +82,12 @@ def run_identity_blocks(
         windows: `(samples, seq_len)` token ids.
         batch_size: sequences a batch.
         hidden: where the hidden states before block 0 go.
+        cache: of the tokens before, for one batch of windows: blocks that get these arguments read it and add to it.
     """
     arguments: dict[int, list[dict[str, Any]]] = {}
     with _stand_ins(model, layers) as stand_ins:
         for batch in windows.split(batch_size):
-            model.base_model(input_ids=batch.to(model.device), use_cache=False)
+            model.base_model(input_ids=batch.to(model.device), use_cache=cache is not None, **{CACHE: cache})
             states = stand_ins[0].states
             assert states is not None
             hidden.append(states)

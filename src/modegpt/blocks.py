@@ -4,12 +4,13 @@ import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from .architectures import Architecture
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
@@ -67,8 +68,15 @@ class BlockSource(Protocol):
         """Return every parameter and persistent buffer outside the blocks, by its name in the model."""
         ...
 
-    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
-        """Return the hidden states before block 0 and the arguments of every block."""
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
+        """Return the hidden states before block 0 and the arguments of every block.
+
+        With a cache, for one batch, the windows go on where its tokens end, and blocks add to it as they run.
+        """
+        ...
+
+    def around(self) -> AbstractContextManager[None]:
+        """While the context is open, what is around the blocks stays in memory: for many short calls of these."""
         ...
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -120,9 +128,13 @@ class ModelBlocks:
         state = self.model.state_dict()
         return {name: state[name] for name in required_tensors(self.model) if not name.startswith(self.prefix + ".")}
 
-    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
         """See `BlockSource.embed`."""
-        return Calibration(hidden, run_identity_blocks(self.model, self.layers, windows, batch_size, hidden))
+        return Calibration(hidden, run_identity_blocks(self.model, self.layers, windows, batch_size, hidden, cache))
+
+    def around(self) -> AbstractContextManager[None]:
+        """See `BlockSource.around`."""
+        return nullcontext()
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.logits`."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from .blocks import BlockSource, Calibration, advance
 from .decompose.psd import all_finite
@@ -12,8 +13,10 @@ from .errors import NumericalError
 from .hidden_states import HiddenStates
 from .report import free_gpu_memory_bytes
 
-LENGTH = 4
-"""Tokens of a continuation, the random one included; others cost more or lose more (docs/log.md)."""
+LENGTHS = (16, 4)
+"""Tokens of a continuation, the random one included. Windows take these lengths in turn: longer ones are text as the
+model knows it, and keep more of what other text than the calibration text needs; shorter ones hold more random words,
+and cost that text less (docs/log.md)."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once: some 100 MB each time they are copied."""
 FREE_PART = 2
@@ -26,14 +29,16 @@ CUMULATED = 2**20
 class Writer:
     """Lets the dense model write.
 
-    Every step runs the whole model over all that is written so far. A cache would save half of the tokens at this
-    length, and would have to be held for all continuations at once, for a model that may not fit in memory itself.
-    A GPU keeps the blocks that half of its free memory has room for, as long as this object lives.
+    A step runs the whole model over the token that was written last; where there is no room for the keys and values of
+    all continuations of a length, over all that is written so far. A GPU keeps the blocks that half of its free memory
+    has room for, as long as this object lives.
 
     Args:
         blocks: of the model.
         n_layers: of the model.
-        embed: gives the hidden states before block 0 of this process's `(rows, tokens)` ids.
+        embed: gives the hidden states before block 0 of this process's `(rows, tokens)` ids, which come behind those in
+            a cache if there is one.
+        cache: gives an empty cache for continuations, by their number and the tokens of each; None if there is no room.
         team: the processes of the run; each writes its share.
         device: where blocks run.
         done: called with the blocks that have been run and those there are to run.
@@ -43,16 +48,18 @@ class Writer:
         self,
         blocks: BlockSource,
         n_layers: int,
-        embed: Callable[[Tensor], Calibration],
+        embed: Callable[[Tensor, Cache | None], Calibration],
+        cache: Callable[[int, int], Cache | None],
         team: Team,
         device: torch.device,
         done: Callable[[int, int], None],
     ) -> None:
         """Write nothing yet."""
-        self._blocks, self._n_layers, self._embed = blocks, n_layers, embed
+        self._blocks, self._n_layers, self._embed, self._cache = blocks, n_layers, embed, cache
         self._team, self._device, self._done = team, device, done
         self._kept: dict[int, nn.Module] = {}
         self._least = free_gpu_memory_bytes(device) // FREE_PART
+        self._n_run = self._n_to_run = 0
 
     def windows(self, count: int, seq_len: int, start: int | None, vocab_size: int, seed: int) -> Tensor:
         """Return `(count, seq_len)` token ids: continuations one after another, whatever the number of processes.
@@ -67,37 +74,47 @@ class Writer:
         Raises:
             NumericalError: the model's logits are NaN or infinite.
         """
-        self._done(0, (LENGTH - 1) * self._n_layers)
-        own = seq_len - (start is not None)
-        rows = max(self._team.size, -(-count * own // LENGTH))
         generator = torch.Generator().manual_seed(seed)
-        uniforms = torch.rand(rows, LENGTH, generator=generator, dtype=torch.float64)
-        text = torch.zeros(rows, LENGTH, dtype=torch.long, device=self._device)
-        text[self._team.rank :: self._team.size] = self._write(self._team.share(uniforms), start, vocab_size).to(
-            text.device
-        )
-        text = self._team.sum_(text).cpu().flatten()[: count * own].view(count, own)
-        return text if start is None else torch.cat((text.new_full((count, 1), start), text), dim=1)
+        own = seq_len - (start is not None)
+        text = torch.full((count, seq_len), start or 0)
+        lengths = LENGTHS[:count]
+        self._n_run, self._n_to_run = 0, sum(length - 1 for length in lengths) * self._n_layers
+        self._done(0, self._n_to_run)
+        with self._blocks.around():
+            for place, length in enumerate(lengths):
+                windows = text[place :: len(LENGTHS), seq_len - own :]
+                rows = max(self._team.size, -(-windows.numel() // length))
+                uniforms = torch.rand(rows, length, generator=generator, dtype=torch.float64)
+                written = torch.zeros(rows, length, dtype=torch.long, device=self._device)
+                share = self._write(self._team.share(uniforms), start, vocab_size)
+                written[self._team.rank :: self._team.size] = share.to(written.device)
+                windows.copy_(self._team.sum_(written).cpu().flatten()[: windows.numel()].view_as(windows))
+        return text
 
     def _write(self, uniforms: Tensor, start: int | None, vocab_size: int) -> Tensor:
-        """Return the `(rows, LENGTH)` tokens that uniform numbers of this shape stand for."""
+        """Return the `(rows, length)` tokens that uniform numbers of this shape stand for."""
         tokens = (uniforms[:, :1] * vocab_size).long()
-        lead = tokens.new_full((len(tokens), start is not None), start or 0)
-        for step in range(1, LENGTH):
-            hidden = self._run(torch.cat((lead, tokens), dim=1), (step - 1) * self._n_layers)
+        if start is not None:
+            tokens = torch.cat((torch.full_like(tokens, start), tokens), dim=1)
+        length = uniforms.shape[1]
+        cache, new = self._cache(len(tokens), tokens.shape[1] + length - 2), tokens
+        for step in range(1, length):
             drawn, row = [], 0
+            hidden = self._run(tokens if cache is None else new, cache)
             for logits in self._blocks.logits(rows for states in hidden for rows in states[:, -1].split(ROWS)):
                 drawn.append(sample(logits, uniforms[row : row + len(logits), step]))
                 row += len(logits)
-            tokens = torch.cat((tokens, torch.cat(drawn)[:, None]), dim=1)
-        return tokens
+            new = torch.cat(drawn)[:, None]
+            tokens = torch.cat((tokens, new), dim=1)
+        return tokens[:, -length:]
 
-    def _run(self, tokens: Tensor, n_done: int) -> HiddenStates:
+    def _run(self, tokens: Tensor, cache: Cache | None) -> HiddenStates:
         """Return the hidden states behind the last block."""
-        calibration = self._embed(tokens)
+        calibration = self._embed(tokens, cache)
         for index in range(self._n_layers):
             advance(self._block(index), index, calibration, self._device)
-            self._done(n_done + index + 1, (LENGTH - 1) * self._n_layers)
+            self._n_run += 1
+            self._done(self._n_run, self._n_to_run)
         return calibration.hidden
 
     def _block(self, index: int) -> nn.Module:

@@ -15,7 +15,6 @@ from .fisher import DEPTH
 from .fisher import EVERY as PROBED_EVERY
 from .lending import lent
 from .models import compute_dtype
-from .own_text import LENGTH
 from .plots import require_matplotlib
 from .preparation import Source, cached_numbers, own_dtype, plain_text
 from .ranks import LayerSizes
@@ -88,7 +87,7 @@ def estimate(
     of the gates in float32, the embeddings, the hidden states, what is held of the last blocks if they are measured
     together (`dense_pass.AHEAD_BYTES`). Time: two passes over the blocks, through the experts
     that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
-    of a pass), the passes in which the model writes coverage windows, and the moments at the float32 (on a GPU: stored)
+    of a pass), one of the coverage windows that the model writes, and the moments at the float32 (on a GPU: stored)
     rate, `3·d_int³` a layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do
     its copies. Attention scores, disk and the blocks that a GPU with room for them keeps while the model writes are
     left out, so read it as the right order, not as a promise.
@@ -96,8 +95,7 @@ def estimate(
     dims = source.dims
     n_windows, seq_len = text
     n_tokens = round(n_windows * (1 + config.coverage_share)) * seq_len
-    # The model writes the rest, and runs each token once for each that follows it in its continuation.
-    n_written = (n_tokens - n_windows * seq_len) * (LENGTH - 1) / 2
+    n_written = n_tokens - n_windows * seq_len
     architecture = source.architecture
     twice = solver_of("mlp", config).late and not (architecture.adds_mlp or architecture.whole_attention)
     n_passes = 2 + twice

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, DynamicCache
 
 from .allocation import Allocation, LayerSizes, alike, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
@@ -28,7 +29,7 @@ from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
-from .preparation import Source, Text, output_dtype
+from .preparation import Source, Text, cached_numbers, output_dtype
 from .ranks import aligned
 from .report import Stopwatch, budget, free_gpu_memory_bytes, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
@@ -41,6 +42,15 @@ OFFSET_PERIOD = 4096
 
 GPU_PART = 8
 """Of a GPU's free memory an eighth is for hidden states; what it has no room for is on the host."""
+
+CACHE_BYTES = 2**31
+"""Of host memory, for keys and values of what the model writes."""
+
+CACHE_PART = 4
+"""Of a GPU's free memory a fourth is for them."""
+
+NUMBER_BYTES = 4
+"""Of each of their numbers, at most."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it (scores of
@@ -203,7 +213,7 @@ class Run:
         """Return windows that the dense model writes."""
         source, tell = self.source, functools.partial(self._tell, "coverage")
         start = beginning(self.text.windows, self.text.about.get("start_token"))
-        writer = Writer(source.blocks, source.dims.n_layers, self._embed, self.team, self.device, tell)
+        writer = Writer(source.blocks, source.dims.n_layers, self._continued, self._cache, self.team, self.device, tell)
         return writer.windows(count, seq_len, start, source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | list[list[float]] | None) -> Allocation:
@@ -315,6 +325,24 @@ class Run:
             host = None if limit is None else limit // streams
             hidden = HiddenStates(host, self.spill, self.device, free // (GPU_PART * streams))
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
+
+    def _continued(self, tokens: Tensor, cache: Cache | None) -> Calibration:
+        if cache is None:
+            return self._embed(tokens)
+        with self.watch.stage("embed"):
+            return self.source.blocks.embed(tokens, len(tokens), HiddenStates(), cache)
+
+    def _cache(self, rows: int, length: int) -> Cache | None:
+        """Return an empty cache for texts that run in one batch, if it will fit in memory; else None."""
+        source = self.source
+        full = [source.dims.full_ranks] * source.dims.n_layers
+        numbers = cached_numbers(source.blocks.layers, source.architecture, source.dims, full)["dense"]
+        room = CACHE_BYTES if self.config.max_host_memory is None else 0
+        if self.device.type == "cuda":
+            room = free_gpu_memory_bytes(self.device) // CACHE_PART
+        if rows * length * numbers * NUMBER_BYTES > room or rows > self._batch_size(2):
+            return None
+        return DynamicCache(config=source.blocks.model.config)
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
 
 from .architectures import Dimensions, architecture_of
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
@@ -156,6 +156,7 @@ class ShardBlocks:
         """Note where everything is; no weight is read."""
         self.files, self.dtype, self.device, self._packing = files, dtype, device, packing
         self.model, self.layers = model, layers
+        self._held: PreTrainedModel | None = None
         self.prefix = layers_prefix(self.model, self.layers)
         self._architecture = architecture_of(model.config)
         self._n_experts = Dimensions.of(self._architecture, model.config).n_experts
@@ -182,15 +183,27 @@ class ShardBlocks:
         inside = self.prefix + "."
         return {name: self._read(name) for name in required_tensors(self.model) if not name.startswith(inside)}
 
-    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates) -> Calibration:
-        """See `BlockSource.embed`. Embeddings and norms are in memory during this call only."""
-        model = copy.deepcopy(self.model)
-        self._load_outside(model, model.base_model)
-        return Calibration(hidden, run_identity_blocks(model, self._layers_of(model), windows, batch_size, hidden))
+    def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
+        """See `BlockSource.embed`. Embeddings and norms are in memory during this call only, or as long as `around`."""
+        model = self._held
+        if model is None:
+            model = copy.deepcopy(self.model)
+            self._load_outside(model, model.base_model)
+        layers = self._layers_of(model)
+        return Calibration(hidden, run_identity_blocks(model, layers, windows, batch_size, hidden, cache))
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """See `BlockSource.around`."""
+        self._held = self._without_blocks()
+        try:
+            yield
+        finally:
+            self._held = None
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
-        """See `BlockSource.logits`. Embeddings, norms and the head are in memory during this call only."""
-        model = self._without_blocks()
+        """See `BlockSource.logits`. Embeddings, norms and the head are in memory as those of `embed` are."""
+        model = self._without_blocks() if self._held is None else self._held
         yield from run_behind_blocks(model, self._layers_of(model), states)
 
     def pull_back(self, states: Iterable[Tensor], draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
