@@ -25,7 +25,8 @@ def add_lower(total: Tensor, left: Tensor, roots: Tensor | None) -> None:
     rights, panel = right_factors(left, left, roots), PANEL[total.device.type]
     for start in range(0, len(total), panel):
         end = min(start + panel, len(total))
-        total[start:end, :end] += product(left[:, start:end], [right[:, :end] for right in rights])
+        # In place: `total[…] += …` would then copy the sum onto itself.
+        total[start:end, :end].add_(product(left[:, start:end], [right[:, :end] for right in rights]))
 
 
 def fill_upper(total: Tensor) -> None:
