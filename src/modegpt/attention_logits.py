@@ -69,15 +69,18 @@ def record_logits(block: nn.Module, layout: Layout, total: Tensor) -> Iterator[N
 def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], attention: Any, layout: Layout) -> None:
     """Add one batch: `(batch, tokens, heads·d_head)` queries and keys before the rotary embedding."""
     dims, architecture = layout.dims, layout.architecture
-    query, key = (states.unflatten(-1, (-1, dims.d_head)).transpose(1, 2).float() for states in (query, key))
+    query, key = (states.unflatten(-1, (-1, dims.d_head)).transpose(1, 2) for states in (query, key))
+    key = key.float()
     n_tokens, device = query.shape[2], query.device
-    if dims.rotary_dim:
-        cos, sin = (_table(table, layout) for table in arguments["position_embeddings"])
-        query, key = _rotate(query, cos, sin, dims.rotary_dim), _rotate(key, cos, sin, dims.rotary_dim)
     count = min(QUERIES, max(1, n_tokens - FIRST))
     first = min(FIRST, n_tokens - 1)
     places = first + ((torch.arange(count, device=device) + 0.5) * (n_tokens - first) / count).long()
-    query = query[:, :, places] * getattr(attention, architecture.scaling, dims.d_head**-0.5)
+    query = query[:, :, places].float()  # of the others nothing is read
+    if dims.rotary_dim:
+        cos, sin = (_table(table, layout) for table in arguments["position_embeddings"])
+        key = _rotate(key, cos, sin, dims.rotary_dim)
+        query = _rotate(query, cos[:, :, places], sin[:, :, places], dims.rotary_dim)
+    query = query * getattr(attention, architecture.scaling, dims.d_head**-0.5)
     if architecture.query_growth:
         query = query * query_growth(attention.config, architecture.query_growth, arguments["position_ids"][:, places])
     allowed = _allowed(arguments.get("attention_mask"), places, n_tokens)
