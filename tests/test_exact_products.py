@@ -7,7 +7,7 @@ from torch import Tensor
 from modegpt import exact_products
 from modegpt.exact_products import left_factor, product, right_factors
 
-TOKENS = 2 * exact_products.TOGETHER + 5
+TOKENS = 5 * exact_products.TOGETHER + 5
 
 
 def states(width: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -22,6 +22,16 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     monkeypatch.setattr(exact_products, "_exact", lambda x: x.dtype == torch.bfloat16)
     monkeypatch.setattr(exact_products, "_in_float32", lambda left, right: left.float().mT @ right.float())
     return torch.bfloat16
+
+
+@pytest.mark.parametrize("held", [1, 3 * 28, exact_products.HELD], ids=["one by one", "some", "all"])
+@pytest.mark.parametrize("n_tokens", [0, 5, exact_products.TOGETHER, TOKENS])
+def test_parts_are_those_of_all_tokens(held: int, n_tokens: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exact_products, "HELD", held)
+    monkeypatch.setattr(exact_products, "_exact", lambda x: True)
+    monkeypatch.setattr(exact_products, "_in_float32", lambda left, right: left.mT @ right)
+    x, y = (states(width, torch.float64, seed)[:n_tokens] for width, seed in ((7, 0), (4, 1)))
+    torch.testing.assert_close(product(x, [y]), x.mT @ y)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])

@@ -15,6 +15,8 @@ from torch import Tensor
 TOGETHER = 1024
 """Tokens whose products are summed on tensor cores, which cut off what does not fit, so that sums end nearer to zero:
 with 1024 tokens by 3e-6 of sums of squares, as float32 products do, with 16384 by 7e-5 (an H200; docs/log.md)."""
+HELD = 2**27
+"""Float32 numbers that are held of such sums: 512 MiB."""
 
 
 def weighted(x: Tensor, roots: Tensor | None) -> Tensor:
@@ -46,9 +48,11 @@ def right_factors(left: Tensor, y: Tensor, roots: Tensor | None) -> list[Tensor]
         return [left if y is left else left_factor(y.float(), roots)]
     if roots is None and y.dtype == left.dtype:
         return [y]
-    whole = weighted(y, roots)
+    # Both steps compute in float32 and store in another dtype than they read: states this wide take as long as passes
+    # over them do.
+    whole = y if roots is None else roots.square() * y
     high = whole.to(left.dtype)
-    return [high, (whole - high.float()).to(left.dtype)]
+    return [high, torch.sub(whole, high, out=torch.empty_like(high))]
 
 
 def product(left: Tensor, rights: Sequence[Tensor]) -> Tensor:
@@ -59,13 +63,34 @@ def product(left: Tensor, rights: Sequence[Tensor]) -> Tensor:
     first, *rest = rights
     if not _exact(left):
         return left.mT @ first
-    some, *others = zip(left.split(TOGETHER), first.split(TOGETHER), strict=True)
-    total = _in_float32(*some)
-    for pair in others:
-        total += _in_float32(*pair)
+    total = _in_parts(left, first)
     for small in rest:  # some 2^-9 of the first: what is cut off of its sums does not count
         total += _in_float32(left, small)
     return total
+
+
+def _in_parts(left: Tensor, right: Tensor) -> Tensor:
+    """Return `leftᵀ right` in float32, of which the sums of at most `TOGETHER` tokens are taken on tensor cores.
+
+    Many parts are one batched product, whose results are added in one pass: half of what it takes to add one after
+    another, which is as long as the products take. Memory: `HELD` numbers, or one result, beside the sum.
+    """
+    n_parts, n_last = divmod(len(left), TOGETHER)
+    if not n_parts:
+        return _in_float32(left, right)
+    at_once = max(1, HELD // (left.shape[1] * right.shape[1]))
+    whole = (x[: n_parts * TOGETHER].unflatten(0, (n_parts, TOGETHER)).split(at_once) for x in (left, right))
+    pairs = zip(*whole, strict=True)
+    total = _added(_in_float32(*next(pairs)))
+    for pair in pairs:
+        total += _added(_in_float32(*pair))
+    if n_last:
+        total += _in_float32(left[-n_last:], right[-n_last:])
+    return total
+
+
+def _added(parts: Tensor) -> Tensor:
+    return parts.sum(0) if len(parts) > 1 else parts[0]
 
 
 def _exact(x: Tensor) -> bool:
@@ -77,10 +102,13 @@ def _has_tensor_cores(device: torch.device) -> bool:
     """Tell whether a GPU multiplies bfloat16 matrices with float32 results: PyTorch before 2.8 does not say."""
     probe = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
-        return torch.cuda.get_device_capability(device) >= (8, 0) and bool(_in_float32(probe, probe).eq(16).all())
+        found = _in_float32(probe, probe) + _in_float32(probe[None], probe[None])
+        return torch.cuda.get_device_capability(device) >= (8, 0) and bool(found.eq(32).all())
     except (RuntimeError, TypeError):
         return False
 
 
 def _in_float32(left: Tensor, right: Tensor) -> Tensor:
-    return torch.mm(left.mT, right, out_dtype=torch.float32)
+    """Return `leftᵀ right` in float32, of two matrices or of two batches of them."""
+    multiply = torch.mm if left.ndim == 2 else torch.bmm
+    return multiply(left.mT, right, out_dtype=torch.float32)
