@@ -15,7 +15,7 @@ from .hidden_states import HiddenStates
 from .moments import BlockMoments, record_moments
 from .normed_outputs import NormedOutputs
 from .preparation import Source
-from .report import Stopwatch
+from .report import Stopwatch, free_gpu_memory_bytes
 from .surgery import blank_moments, cut_modules
 
 EVERY = 3
@@ -23,6 +23,8 @@ EVERY = 3
 moment. How much each is used is told by all. In the first block, which costs most, all decide both (docs/log.md)."""
 AHEAD_BYTES = 2**31
 """What may be held of the last blocks, which are measured together where that fits: else they run twice."""
+AHEAD_PART = 4
+"""Of a GPU's free memory a quarter is for them, where that is more: four blocks of a 7B model take 25 GB."""
 
 
 @dataclass
@@ -120,7 +122,8 @@ class DensePass:
         each = held_bytes(
             self.source, sum(total.nbytes for total in sums), dense.hidden.n_tokens, self.probe.every, itemsize
         )
-        return self.config.max_host_memory is None and n_blocks * each <= AHEAD_BYTES
+        room = max(AHEAD_BYTES, free_gpu_memory_bytes(self.device) // AHEAD_PART)
+        return self.config.max_host_memory is None and n_blocks * each <= room
 
     def _measure_all(self, dense: Calibration, to_come: range, drifted: bool) -> None:
         """Measure all further blocks of the model, and differentiate the logits; `dense` stays as it is before them."""

@@ -22,7 +22,7 @@ from .experts import Routed, told
 from .moments import BlockMoments, record_moments
 from .normed_outputs import NormedOutputs
 from .preparation import Source, output_dtype
-from .report import Stopwatch
+from .report import Stopwatch, free_gpu_memory_bytes
 from .surgery import (
     BlockOutcome,
     blank_moments,
@@ -36,6 +36,8 @@ from .token_weights import weighed_by_norm
 
 KEPT_BYTES = 2**30
 """Activations of one block's MLP that are kept from the pass that measures to the one that hands on, where they fit."""
+KEPT_PART = 8
+"""Of a GPU's free memory an eighth is for them, where that is more."""
 
 
 @dataclass
@@ -265,4 +267,5 @@ class BlockCompressor:
         """Tell whether activations of a width may be kept for all tokens: not where memory is short."""
         if self.config.max_host_memory is not None:
             return False
-        return calibration.hidden.n_tokens * width * dtype.itemsize <= KEPT_BYTES
+        room = max(KEPT_BYTES, free_gpu_memory_bytes(self.device) // KEPT_PART)
+        return calibration.hidden.n_tokens * width * dtype.itemsize <= room
