@@ -77,7 +77,7 @@ def test_cholesky_of_a_shifted_matrix(seed, width, shift):
     torch.testing.assert_close(lower @ lower.T, matrix + shift * torch.eye(width, dtype=torch.float64), **ROUNDING)
 
 
-@pytest.mark.parametrize("width", [1, 5, psd.COLUMN_BLOCK, psd.COLUMN_BLOCK + 3])
+@pytest.mark.parametrize("width", [1, 5, psd.COLUMN_BLOCK["cpu"], psd.COLUMN_BLOCK["cpu"] + 3])
 def test_inverse_diagonal_equals_the_explicit_inverse_on_both_sides_of_a_block(width):
     x = normal(12, 2 * width + 10, width)
     matrix = x.T @ x / width + torch.eye(width, dtype=torch.float64)

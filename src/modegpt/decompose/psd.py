@@ -11,8 +11,9 @@ from torch import Tensor
 JITTER_STEPS = 8
 """How often a failing Cholesky is retried, each time with ten times the jitter: eps·n to 1e7·eps·n of the diagonal."""
 
-COLUMN_BLOCK = 512
-"""Columns of an inverse that are solved for at once."""
+COLUMN_BLOCK = {"cpu": 512, "cuda": 2048}
+"""Columns of an inverse that are solved for at once, by device type. On a GPU too few leave most of it idle; 2048 of
+11008 take 1.2 times the operations of 512."""
 
 
 class NotPositiveDefiniteError(ArithmeticError):
@@ -89,12 +90,12 @@ def inverse_diagonal(lower: Tensor) -> Tensor:
     Solved a block of columns at a time, each on the part of `L` below it: `n³/3` operations, all of them matrix
     products, and no second `n × n` result. (LAPACK's own inverse of a factor runs several times slower.)
     """
-    result = torch.empty_like(lower.diagonal())
-    for start in range(0, len(lower), COLUMN_BLOCK):
+    result, block = torch.empty_like(lower.diagonal()), COLUMN_BLOCK[lower.device.type]
+    for start in range(0, len(lower), block):
         triangle = lower[start:, start:]
-        columns = torch.eye(len(triangle), min(COLUMN_BLOCK, len(triangle)), dtype=lower.dtype, device=lower.device)
+        columns = torch.eye(len(triangle), min(block, len(triangle)), dtype=lower.dtype, device=lower.device)
         solved = torch.linalg.solve_triangular(triangle, columns, upper=False)
-        result[start : start + COLUMN_BLOCK] = solved.square().sum(0)
+        result[start : start + block] = solved.square().sum(0)
     return result
 
 
