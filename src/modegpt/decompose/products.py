@@ -43,7 +43,7 @@ def product_svd(query: Tensor, key: Tensor, rank: int) -> ProductResult:
     grouped = query.reshape(len(key), -1, *query.shape[1:]).sum(1)
     root = psd.root(key)
     product = root.root @ psd.symmetrize(grouped) @ root.root.mT
-    values, vectors = torch.linalg.eigh(product)
+    values, vectors = psd.eigh(product)
     right = vectors.flip(-1)[..., :rank]
     # Along directions that the keys never take, R_K⁺V is zero there: QR completes it to orthonormal columns.
     basis, triangular = torch.linalg.qr(root.inverse @ right)

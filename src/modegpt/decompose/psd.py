@@ -150,6 +150,16 @@ def _sound_factor(scaled: Tensor) -> Tensor | None:
     return lower if not info.any() and bool((pivots > tolerance(scaled) ** 0.5).all()) else None
 
 
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Return eigenvalues and eigenvectors of `(..., n, n)` symmetric matrices, in ascending order.
+
+    Many head-sized ones are solved on the CPU, wherever they are: those wider than 32 a GPU is given one after another
+    (PyTorch's issue 174674), and takes longer for each than LAPACK.
+    """
+    values, vectors = torch.linalg.eigh(matrix.cpu() if matrix.is_cuda and matrix.ndim > 2 else matrix)
+    return values.to(matrix.device), vectors.to(matrix.device)
+
+
 def leading(matrix: Tensor, rank: int) -> Tensor:
     """Return an orthonormal basis, `(n, rank)`, of the largest eigenvalues of an `(n, n)` symmetric matrix: `9n³`."""
     return torch.linalg.eigh(symmetrize(matrix)).eigenvectors[:, len(matrix) - rank :]
@@ -169,7 +179,7 @@ def root(matrix: Tensor) -> Root:
     Serves where the design writes a Cholesky factor `Lᵀ`: any `R` with `RᵀR = A` gives the same decomposition, and
     this one has a pseudo-inverse when `A` is singular. Meant for head-sized matrices: about `9n³` each.
     """
-    values, vectors = torch.linalg.eigh(symmetrize(matrix))
+    values, vectors = eigh(symmetrize(matrix))
     keep = values > tolerance(matrix) * values[..., -1:].clamp_min(0)
     sqrt = torch.where(keep, values, 0).sqrt()
     inverse = torch.where(keep, 1 / torch.where(keep, sqrt, 1), 0)

@@ -69,7 +69,7 @@ def joint_basis(moment: Tensor, energy: Tensor, rank: int) -> Tensor:
 
 def _leading(factor: psd.Root, gram: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return `U_k`, `Q` and `T` with `R⁺U_k = QT`, of `(R W_O)(R W_O)ᵀ = U Σ² Uᵀ`."""
-    left = torch.linalg.eigh(gram).eigenvectors.flip(-1)[..., :rank]
+    left = psd.eigh(gram)[1].flip(-1)[..., :rank]
     return left, *fix_signs(*torch.linalg.qr(factor.inverse @ left))
 
 
@@ -81,7 +81,7 @@ def value_eigenvectors(moment: Tensor, output: Tensor, rank: int) -> SVDResult:
     """
     psd.require_finite(output, "the output projection")
     rank_of_moment = psd.root(moment).rank
-    vectors = torch.linalg.eigh(psd.symmetrize(moment)).eigenvectors
+    vectors = psd.eigh(psd.symmetrize(moment))[1]
     basis = fix_signs(vectors.flip(-1)[..., :rank])[0]
     return _result(moment, output, basis, basis.mT @ output, rank_of_moment)
 
