@@ -24,7 +24,7 @@ moment. How much each is used is told by all. In the first block, which costs mo
 AHEAD_BYTES = 2**31
 """What may be held of the last blocks, which are measured together where that fits: else they run twice."""
 AHEAD_PART = 4
-"""Of a GPU's free memory a quarter is for them, where that is more: four blocks of a 7B model take 25 GB."""
+"""Of a GPU's free memory a quarter is for that, where it is more: four blocks of a 7B model take 25 GB."""
 
 
 @dataclass
@@ -37,6 +37,11 @@ class DenseSide:
     """By which the MLP's neurons are chosen."""
     normed: NormedOutputs | None = None
     """What the MLP puts out, where a norm follows and it is to be compressed."""
+
+
+def room_ahead(device: torch.device) -> int:
+    """Return how many bytes may be held of the last blocks on a device."""
+    return max(AHEAD_BYTES, free_gpu_memory_bytes(device) // AHEAD_PART)
 
 
 def held_bytes(source: Source, moments: int, n_tokens: int, every: int, itemsize: int) -> int:
@@ -122,8 +127,7 @@ class DensePass:
         each = held_bytes(
             self.source, sum(total.nbytes for total in sums), dense.hidden.n_tokens, self.probe.every, itemsize
         )
-        room = max(AHEAD_BYTES, free_gpu_memory_bytes(self.device) // AHEAD_PART)
-        return self.config.max_host_memory is None and n_blocks * each <= room
+        return self.config.max_host_memory is None and n_blocks * each <= room_ahead(self.device)
 
     def _measure_all(self, dense: Calibration, to_come: range, drifted: bool) -> None:
         """Measure all further blocks of the model, and differentiate the logits; `dense` stays as it is before them."""

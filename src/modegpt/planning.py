@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from .allocation import Allocation, score_parts
 from .compress import prepare
 from .config import CompressionConfig
-from .dense_pass import AHEAD_BYTES, held_bytes
+from .dense_pass import held_bytes, room_ahead
 from .fisher import DEPTH
 from .fisher import EVERY as PROBED_EVERY
 from .lending import lent
@@ -85,7 +85,7 @@ def estimate(
 
     Memory: one block, the moment of its MLP, or of each of its experts, in float64 and two working copies of one, that
     of the gates in float32, the embeddings, the hidden states, what is held of the last blocks if they are measured
-    together (`dense_pass.AHEAD_BYTES`). Time: two passes over the blocks, through the experts
+    together (`dense_pass.room_ahead`). Time: two passes over the blocks, through the experts
     that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
     of a pass), one of the coverage windows that the model writes, and the moments at the float32 (on a GPU: stored)
     rate, `3·d_int³` a layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do
@@ -111,7 +111,7 @@ def estimate(
         moments = 12 * dims.d_int**2 + 8 * (dims.n_heads * dims.d_head) ** 2
         n_blocks = min(DEPTH, dims.n_layers)
         held = n_blocks * held_bytes(source, moments, n_tokens, PROBED_EVERY, dtype.itemsize)
-        memory += held if held <= AHEAD_BYTES else 0
+        memory += held if held <= room_ahead(device) else 0
     # Of a block's parameters, those that a token does not pass are in the experts that it is not sent to.
     experts = sum(size.weight("mlp") for size in sizes if "mlp" not in size.whole)
     passed = sum(size.total for size in sizes) - experts * (n_mlps - active) // n_mlps
