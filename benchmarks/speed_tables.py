@@ -135,7 +135,7 @@ def compressing_on_gpu() -> str:
         "**On a GPU.** Time to compress Llama shapes of 7 and 70 billion parameters on one "
         f"{found[0]['machine']['gpu']}:\nweights {about['weights']}, {about['tokens']} tokens, "
         f"{about['sparsity']:.0%} (`benchmarks/compress_speed.py --device cuda`).\n"
-        "Whole runs of `best`, and of trained models, were not measured.\n\n" + table(header, rows)
+        "Trained models were not measured.\n\n" + table(header, rows)
     )
 
 

@@ -22,6 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 import modegpt
@@ -98,6 +99,8 @@ def measure(
     tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in asked.names])
     base = opened(asked)
     base.dense.to(asked.device)
+    name = "cpu" if asked.device == "cpu" else torch.cuda.get_device_name(asked.device)
+    where = f"{name}, PyTorch {torch.__version__}"
     for row, model in models(asked, base, todo):
         start = time.perf_counter()
         model.to(asked.device)
@@ -106,7 +109,7 @@ def measure(
                 model, base.tokenizer, tasks, asked.limit, asked.batch_size, progress=progress
             )
         row["tasks"] = {task.task: figures(task) for task in result.tasks}
-        row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1)}
+        row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1), "device": where}
         rows.append(row)
         told = ("solver", "sparsity", "seed", "mean", "seconds")
         print({key: row[key] for key in told}, flush=True)
@@ -160,8 +163,6 @@ def main() -> None:
         "dtype": "float32",
         "calibration": CALIBRATION,
     }
-    if asked.device != "cpu":
-        protocol["device"] = asked.device
     about = {"model": model_name(asked), "protocol": protocol}
     rows = finished(asked.json, about)
     if not asked.part:

@@ -36,7 +36,11 @@ def zero_shot() -> str:
 
 
 def _first_seed(data: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in data["rows"] if row["seed"] == 0]
+    """Return one row of each set of solvers and sparsity, that of the first seed which was measured."""
+    found: dict[tuple[str, float], dict[str, Any]] = {}
+    for row in sorted(data["rows"], key=itemgetter("sparsity", "solver", "seed")):
+        found.setdefault((row["solver"], row["sparsity"]), row)
+    return [*found.values()]
 
 
 def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float], dict[str, Any]] | None = None) -> str:

@@ -19,7 +19,7 @@ from modegpt.baselines import BASELINES
 from modegpt.benchmark import BenchSettings, benchmark
 from modegpt.compress import compress_to_folder
 from modegpt.evaluate import perplexity
-from modegpt.exact_products import left_factor
+from modegpt.exact_products import TOGETHER, left_factor
 from modegpt.lending import lent
 from modegpt.triangle import add_lower, fill_upper
 
@@ -58,7 +58,7 @@ def test_scores_are_those_of_a_cpu(family: Family, rule: str):
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["alike", "weighted"])
-def test_moments_of_bfloat16_states_lose_what_float32_products_do(weighted: bool):
+def test_moments_of_bfloat16_states_lose_what_short_sums_do(weighted: bool):
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(5000, 1500, generator=generator, device="cuda").pow(3).bfloat16()
     roots = torch.rand(len(x), 1, generator=generator, device="cuda") if weighted else None
@@ -74,8 +74,9 @@ def test_moments_of_bfloat16_states_lose_what_float32_products_do(weighted: bool
         fill_upper(total)
         return ((total - expected) / (size[:, None] * size)).abs().max().item()
 
-    # On an H200 6e-6 in float32, and 4e-6 by these; with all tokens summed at once they lose ten times as much.
-    assert lost(left, roots) < 2 * lost(rooted, None)
+    # Tensor cores add the products of 16 tokens at a time, and cut off less than a unit in the last place of the sum.
+    # An H200 lost 4.6e-6, with weights 6.0e-6; 1.5e-6 and 2.0e-6 in float32, whose sums are rounded.
+    assert lost(left, roots) < TOGETHER // 16 * 2**-23
 
 
 @pytest.mark.parametrize("settings", [{"solver": "paper"}, {"solver": "best"}], ids=["paper", "best"])
@@ -87,7 +88,9 @@ def test_a_run_in_bfloat16_decides_as_with_float32_products(
     config = replace(CONFIG, sparsity=0.1, **settings)
     found = errors(compress(dense, WINDOWS, config))
     monkeypatch.setattr(exact_products, "_exact", lambda x: False)
-    torch.testing.assert_close(found, errors(compress(dense, WINDOWS, config)), rtol=2e-3, atol=1e-4)
+    # Weights that stand elsewhere in exact products decide otherwise between nearly equal neurons of models as small as
+    # these. On a CPU, with products in float32 either way, that moves errors by up to 5e-3 of 48 tries (six texts).
+    torch.testing.assert_close(found, errors(compress(dense, WINDOWS, config)), rtol=1e-2, atol=1e-4)
 
 
 class StoppedError(Exception):

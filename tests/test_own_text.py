@@ -61,7 +61,7 @@ def test_text_is_sampled_from_the_model_in_memory_and_from_shards(
     assert torch.equal(windows, expected(dense, 3, seed=0))
     dense.save_pretrained(tmp_path / "dense", max_shard_size="20KB")
     assert torch.equal(written(str(tmp_path / "dense"), coverage=0.5), windows)
-    monkeypatch.setattr("modegpt.run.CACHE_BYTES", 0)
+    monkeypatch.setattr("modegpt.own_text.CACHE_BYTES", 0)
     assert torch.equal(written(dense, coverage=0.5), windows)
 
 
@@ -158,7 +158,7 @@ def test_without_room_steps_run_all_that_is_written(
     run = run_of(FAMILIES[0].dense(), coverage=0.01, batch_size=2, max_host_memory=limit)
     dims = run.source.dims
     needed = 15 * 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * 4  # by one continuation, for ten tokens
-    monkeypatch.setattr("modegpt.run.CACHE_BYTES", needed - short)
+    monkeypatch.setattr("modegpt.own_text.CACHE_BYTES", needed - short)
     steps = [(1, 1, 1, n) if cached else (1, n + 1, 20 // (n + 1), -1) for n in range(15)]
     assert seen_by_embed(run, monkeypatch) == steps
 

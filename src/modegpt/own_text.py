@@ -4,19 +4,24 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, DynamicCache
 
 from .blocks import BlockSource, Calibration, advance
 from .decompose.psd import all_finite
 from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
+from .preparation import Source, cached_numbers
 from .report import free_gpu_memory_bytes
 
 LENGTHS = (16, 4)
 """Tokens of a continuation, the random one included. Windows take these lengths in turn: longer ones are text as the
 model knows it, and keep more of what other text than the calibration text needs; shorter ones hold more random words,
 and cost that text less (docs/log.md)."""
+CACHE_BYTES = 2**31
+"""Of host memory, for keys and values of what is written."""
+CACHE_PART = 4
+"""Of a GPU's free memory a fourth is for them."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once: some 100 MB each time they are copied."""
 FREE_PART = 2
@@ -125,6 +130,22 @@ class Writer:
         if free_gpu_memory_bytes(self._device) > self._least:
             self._kept[index] = block
         return block
+
+
+def empty_cache(source: Source, n_tokens: int, device: torch.device, spare: bool) -> Cache | None:
+    """Return a cache for keys and values of the dense model, or None where they may not fit in memory.
+
+    Args:
+        source: the dense model.
+        n_tokens: of all texts together.
+        device: where blocks run.
+        spare: whether the host has memory to spare.
+    """
+    blocks, dims = source.blocks, source.dims
+    full = [dims.full_ranks] * dims.n_layers
+    needed = n_tokens * cached_numbers(blocks.layers, source.architecture, dims, full)["dense"] * torch.float32.itemsize
+    room = free_gpu_memory_bytes(device) // CACHE_PART if device.type == "cuda" else CACHE_BYTES * spare
+    return DynamicCache(config=blocks.model.config) if needed <= room else None
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from .allocation import Allocation, LayerSizes, alike, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
@@ -27,9 +27,9 @@ from .fisher import FisherProbe, stride
 from .full_float32 import full_float32
 from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
-from .own_text import Writer, beginning
+from .own_text import Writer, beginning, empty_cache
 from .partial import PartialCheckpoint
-from .preparation import Source, Text, cached_numbers, output_dtype
+from .preparation import Source, Text, output_dtype
 from .ranks import aligned
 from .report import Stopwatch, budget, free_gpu_memory_bytes, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
@@ -42,15 +42,6 @@ OFFSET_PERIOD = 4096
 
 GPU_PART = 8
 """Of a GPU's free memory an eighth is for hidden states; what it has no room for is on the host."""
-
-CACHE_BYTES = 2**31
-"""Of host memory, for keys and values of what the model writes."""
-
-CACHE_PART = 4
-"""Of a GPU's free memory a fourth is for them."""
-
-NUMBER_BYTES = 4
-"""Of each of their numbers, at most."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it (scores of
@@ -333,16 +324,10 @@ class Run:
             return self.source.blocks.embed(tokens, len(tokens), HiddenStates(), cache)
 
     def _cache(self, rows: int, length: int) -> Cache | None:
-        """Return an empty cache for texts that run in one batch, if it will fit in memory; else None."""
-        source = self.source
-        full = [source.dims.full_ranks] * source.dims.n_layers
-        numbers = cached_numbers(source.blocks.layers, source.architecture, source.dims, full)["dense"]
-        room = CACHE_BYTES if self.config.max_host_memory is None else 0
-        if self.device.type == "cuda":
-            room = free_gpu_memory_bytes(self.device) // CACHE_PART
-        if rows * length * numbers * NUMBER_BYTES > room or rows > self._batch_size(2):
+        """Return an empty cache for texts of a length that run in one batch, if there is room for it; else None."""
+        if rows > self._batch_size(2):  # each may have a token before the first
             return None
-        return DynamicCache(config=source.blocks.model.config)
+        return empty_cache(self.source, rows * length, self.device, spare=self.config.max_host_memory is None)
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""
