@@ -125,6 +125,20 @@ def test_a_saved_model_is_reckoned_with_in_its_dtype_on_a_gpu(tmp_path: Path, mo
     assert "bfloat16" in found[1]["basis"]
 
 
+def test_the_cache_of_what_the_model_writes_is_reckoned_with():
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4, vocab_size=64
+    )  # fmt: skip
+    windows = torch.randint(64, (4, 512), generator=torch.Generator().manual_seed(1))
+    settings = {"sparsity": 0.3, "coverage": 1.0, "solver": "paper"}
+    with_cache, without = (
+        make_plan(LlamaForCausalLM(config), windows, CompressionConfig(**settings, **limit))["estimate"]["device_bytes"]
+        for limit in ({}, {"max_host_memory": 10**9})
+    )
+    # Two windows are written at a time: keys and values of 1024 tokens, in three layers of 32 numbers, in float32.
+    assert with_cache - without == 2 * 1024 * 3 * 32 * 4
+
+
 def test_planning_leaves_the_global_random_state_alone():
     model = small_models()["llama"]
     state = torch.get_rng_state()

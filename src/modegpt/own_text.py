@@ -133,7 +133,12 @@ class Writer:
 
 
 def empty_cache(source: Source, n_tokens: int, device: torch.device, spare: bool) -> Cache | None:
-    """Return a cache for keys and values of the dense model, or None where they may not fit in memory.
+    """Return a cache for keys and values of the dense model, or None where they may not fit; see `cache_bytes`."""
+    return DynamicCache(config=source.blocks.model.config) if cache_bytes(source, n_tokens, device, spare) else None
+
+
+def cache_bytes(source: Source, n_tokens: int, device: torch.device, spare: bool) -> int:
+    """Return what keys and values of the dense model take in float32, at most; 0 where there is no room for them.
 
     Args:
         source: the dense model.
@@ -141,11 +146,12 @@ def empty_cache(source: Source, n_tokens: int, device: torch.device, spare: bool
         device: where blocks run.
         spare: whether the host has memory to spare.
     """
-    blocks, dims = source.blocks, source.dims
+    dims = source.dims
     full = [dims.full_ranks] * dims.n_layers
-    needed = n_tokens * cached_numbers(blocks.layers, source.architecture, dims, full)["dense"] * torch.float32.itemsize
+    numbers = cached_numbers(source.blocks.layers, source.architecture, dims, full)["dense"]
+    needed = n_tokens * numbers * torch.float32.itemsize
     room = free_gpu_memory_bytes(device) // CACHE_PART if device.type == "cuda" else CACHE_BYTES * spare
-    return DynamicCache(config=blocks.model.config) if needed <= room else None
+    return needed if needed <= room else 0
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from .fisher import DEPTH
 from .fisher import EVERY as PROBED_EVERY
 from .lending import lent
 from .models import compute_dtype
+from .own_text import LENGTHS, cache_bytes
 from .plots import require_matplotlib
 from .preparation import Source, cached_numbers, own_dtype, plain_text
 from .ranks import LayerSizes
@@ -84,13 +85,14 @@ def estimate(
     `text` is the shape of the calibration windows.
 
     Memory: one block, the moment of its MLP, or of each of its experts, in float64 and two working copies of one, that
-    of the gates in float32, the embeddings, the hidden states, what is held of the last blocks if they are measured
-    together (`dense_pass.room_ahead`). Time: two passes over the blocks, through the experts
-    that a token is sent to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves
-    of a pass), one of the coverage windows that the model writes, and the moments at the float32 (on a GPU: stored)
-    rate, `3·d_int³` a layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do
-    its copies. Attention scores, disk and the blocks that a GPU with room for them keeps while the model writes are
-    left out, so read it as the right order, not as a promise.
+    of the gates in float32, and what is held of the last blocks if they are measured together
+    (`dense_pass.room_ahead`); or, if that is more, one block, the embeddings, and the cache while the model writes. On
+    the host, the hidden states. Time: two passes over the blocks, through the experts that a token is sent to (one
+    more for a `late` solver where a block puts out no sum; elsewhere its stages are halves of a pass), one of the
+    coverage windows that the model writes, and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer
+    or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do its copies. Attention
+    scores, disk and the blocks that a GPU with room for them keeps while the model writes are left out, so read it as
+    the right order, not as a promise.
     """
     dims = source.dims
     n_windows, seq_len = text
@@ -107,7 +109,11 @@ def estimate(
     active = getattr(source.config, architecture.experts_per_token) if dims.n_experts else 1
     solved_in = torch.float32 if source.runs_beside(config) and not dims.n_experts else torch.float64
     memory = block * dtype.itemsize + (n_mlps * 8 + 2 * solved_in.itemsize + 4) * dims.d_int**2
-    if source.runs_beside(config) and not dims.n_experts and config.max_host_memory is None:
+    spare = config.max_host_memory is None
+    around = outside * dtype.itemsize
+    if n_written:
+        around += block * dtype.itemsize + cache_bytes(source, -(-n_written // len(LENGTHS)), device, spare)
+    if source.runs_beside(config) and not dims.n_experts and spare:
         moments = 12 * dims.d_int**2 + 8 * (dims.n_heads * dims.d_head) ** 2
         n_blocks = min(DEPTH, dims.n_layers)
         held = n_blocks * held_bytes(source, moments, n_tokens, PROBED_EVERY, dtype.itemsize)
@@ -120,7 +126,7 @@ def estimate(
     seconds = (n_tokens * passes + 2 * n_written * passed) / rates[dtype]
     seconds += dims.n_layers * n_mlps * 3 * dims.d_int**3 / rates[solved_in]
     return {
-        "device_bytes": max(memory, outside * dtype.itemsize),
+        "device_bytes": max(memory, around),
         "host_bytes": states,
         "seconds": seconds,
         "basis": f"measured: {_told(rates)}",
