@@ -81,8 +81,8 @@ def _best_over_paper(data: dict[str, Any]) -> str:
     text = (
         "The differences, with their standard errors on the same samples, and flips: samples on which only one of a "
         "model and\nthe dense one is right. An accuracy also counts what a damaged model gets right by chance. Over "
-        "several seeds, their number\nin brackets, answers are means over as many draws of the windows that the model "
-        "writes:"
+        "several seeds, their numbers\nin brackets (of `best` and of `paper`), answers are means over as many draws of "
+        "what the model writes:"
     )
     return f"{text}\n\n" + table(header, lines + _flips(data))
 
@@ -109,8 +109,9 @@ def _differences(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     sparsities = sorted(best)
     first = [_over(best[at][:1], paper[at][:1]) for at in sparsities]
     lines = [[name, *(cells[key] for cells in first)] for name, key in MEANS]
-    if any(len(best[at]) > 1 for at in sparsities):
-        seeds = [_over(best[at], paper[at]) if len(best[at]) > 1 else {} for at in sparsities]
+    several = [len(best[at]) + len(paper[at]) > 2 for at in sparsities]
+    if any(several):
+        seeds = [_over(best[at], paper[at]) if more else {} for at, more in zip(sparsities, several, strict=True)]
         lines += [[f"{name}, over seeds", *(cells.get(key, "") for cells in seeds)] for name, key in MEANS]
     return ["`best` over `paper`", *(f"{sparsity:.0%}" for sparsity in sparsities)], lines
 
@@ -118,17 +119,18 @@ def _differences(data: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 def _over(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, str]:
     """Return the mean differences with their standard errors, each sample's figure being its mean over runs."""
     mean = compare(_by_sample(ours), _by_sample(theirs)).mean._asdict()
-    runs = f" ({len(ours)})" if len(ours) > 1 else ""
+    counts = dict.fromkeys([len(ours), len(theirs)])
+    runs = "" if list(counts) == [1] else f" ({' and '.join(map(str, counts))})"
     return {key: f"{mean[key]:+.1%} ± {mean[f'{key}_stderr']:.1%}{runs}" for _, key in MEANS}
 
 
 def _flips(data: dict[str, Any]) -> list[list[str]]:
     """Return lines with the mean share of samples on which only one of a model and the dense one is right."""
     dense = _by_sample(_by_seed(data, "dense")[0.0])
-    lines = []
+    lines, best = [], _by_seed(data, "best")
     for solver in ("best", "paper"):
         found = _by_seed(data, solver)
-        shares = [compare(_by_sample(found[at][:1]), dense).mean.acc_norm_flips for at in sorted(found)]
+        shares = [compare(_by_sample(found[at][:1]), dense).mean.acc_norm_flips for at in sorted(best)]
         lines.append([f"flips, `{solver}`", *(f"{share:.1%}" for share in shares)])
     return lines
 
