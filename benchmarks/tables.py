@@ -180,9 +180,10 @@ def gemma3(data: dict[str, Any]) -> str:
         for method in methods
     }
     ratio = seconds["best", "uniform"] / seconds["paper", "uniform"]
+    by_error = "; `error` was asked for what `uniform` removed" if ("best", "error") in methods else ""
     return (
         "**Gemma 3 270M**, its 4-bit weights unpacked; queries and keys are normalised and stay whole, and under "
-        "`uniform` nothing\nmakes up for them; `error` was asked for what `uniform` removed. "
+        f"`uniform` nothing\nmakes up for them{by_error}. "
         f"{about['dtype']}, calibrated on {about['calibration']};\n"
         f"perplexity on {about['evaluation']}\n"
         f"(dense {dense['perplexity']:.1f}; `benchmarks/gemma3.py`).\n\n"
