@@ -29,6 +29,11 @@ def section(name: str) -> Callable[[Callable[[dict[str, Any]], str]], Callable[[
     return read
 
 
+def noted(text: str, data: dict[str, Any]) -> str:
+    """Return a section with what is to be said of the figures in a file: which of them another version gave, say."""
+    return f"{text}\n\n{data['note']}" if "note" in data else text
+
+
 def risen(perplexity: float, dense: float) -> str:
     """Return a perplexity, and the rise of its logarithm."""
     return f"{perplexity:.1f} ({math.log(perplexity / dense):.2f})"

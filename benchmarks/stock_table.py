@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from readme import load, risen, section, table
+from readme import load, noted, risen, section, table
 
 
 @section("stock.json")
@@ -34,7 +34,7 @@ def stock(data: dict[str, Any]) -> str:
             f"{data['machine']['threads']} threads): perplexity on the {engine['perplexity']}, prompts of "
             f"{engine['prompt']} tokens, {engine['decoded']} decoded, in turn,\nmedians of {engine['rounds']} rounds"
         )
-    return f"{told} (`benchmarks/stock.py`).\n\n{table(header, lines)}"
+    return noted(f"{told} (`benchmarks/stock.py`).\n\n{table(header, lines)}", data)
 
 
 def _uniform() -> dict[float, float]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from readme import load, risen, section, table
+from readme import load, noted, risen, section, table
 from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
 from zero_shot_tables import zero_shot
@@ -110,13 +110,13 @@ def allocation(data: dict[str, Any]) -> str:
 @section("solvers.json")
 def solvers(data: dict[str, Any]) -> str:
     """Return the section on the best solvers against the paper's, and what each costs."""
-    return f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_solver_costs(data)}"
+    return noted(f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_solver_costs(data)}", data)
 
 
 @section("solvers_instruct.json")
 def other_text(data: dict[str, Any]) -> str:
     """Return the section on the same, calibrated on another text."""
-    return f"**The same, calibrated on another text.** {_solver_table(data)}"
+    return noted(f"**The same, calibrated on another text.** {_solver_table(data)}", data)
 
 
 def _of_all_modules(data: dict[str, Any]) -> dict[tuple[str, str | None, float], dict[str, Any]]:
@@ -132,14 +132,12 @@ def _solver_costs(data: dict[str, Any]) -> str:
         [whole[solver, "uniform", share]["seconds"]["total"] for share in shares] for solver in ("best", "paper")
     )
     ratios = [ours / theirs for ours, theirs in zip(best, paper, strict=True)]
-    compressing = median(best)
-    scoring = whole["best", "error", shares[0]]["scoring_seconds"]
-    machine = data["machine"]
+    by_error = [row for (method, rule, _), row in whole.items() if (method, rule) == ("best", "error")]
+    scoring = median(row["scoring_seconds"] / row["seconds"]["total"] for row in by_error)
     return (
         f"Under `uniform` compressing took {median(ratios):.1f} times as long with `best` as with `paper` "
-        f"({min(ratios):.2f} to {max(ratios):.2f}), {compressing:.0f} s\n"
-        f"({machine['processor']}, threads: {machine['threads']}). The scores of `error` take {scoring:.0f} s with "
-        f"`best`, once for all sparsities: {scoring / compressing:.1f} times that."
+        f"({min(ratios):.2f} to {max(ratios):.2f}).\nThe scores of `error` take {scoring:.1f} times what compressing "
+        "with `best` takes, once for all sparsities."
     )
 
 
@@ -203,13 +201,13 @@ def families(data: dict[str, Any]) -> str:
     rows = [
         [f"`{family}`", f"{dense[family]:.1f}", *(cells[share] for share in shares)] for family, cells in lines.items()
     ]
-    return (
+    text = (
         "**Other families**, of which no small trained weights are at hand: models trained for it on passages, "
         f"instructions and Wikipedia\n({about['shape']}; {about['training']}).\n"
         f"`{about['allocation']}`, {about['dtype']}, calibrated on {about['calibration']}, measured on "
         f"{about['evaluation']}:\nrise of log perplexity with `paper` and with `best` (`benchmarks/families.py`).\n\n"
-        + table(["family", "dense perplexity", *(f"{share:.0%}" for share in shares)], rows)
     )
+    return noted(text + table(["family", "dense perplexity", *(f"{share:.0%}" for share in shares)], rows), data)
 
 
 def figures() -> str:

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from modegpt.paired import compare
-from readme import load, table
+from readme import load, noted, table
 
 MEANS = (("mean", "acc_norm"), ("mean of `acc`", "acc"))
 """What tables call the means over tasks, and their keys."""
@@ -31,7 +31,7 @@ def zero_shot() -> str:
         parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
         header, lines = _differences(others)
         parts.append(CHOSEN_BY)
-        parts.append("The differences on these tasks:\n\n" + table(header, lines + _flips(others)))
+        parts.append(noted("The differences on these tasks:\n\n" + table(header, lines + _flips(others)), others))
     return "\n\n".join(parts)
 
 
