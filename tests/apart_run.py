@@ -18,6 +18,7 @@ from conformance.families import FAMILIES, Family, tokens
 from conformance.helpers import errors
 from modegpt import CompressionConfig, attention_logits, blocks, damage, moments, triangle
 from modegpt.baselines import BASELINES
+from modegpt.decompose import psd
 from modegpt.evaluate import perplexity
 from modegpt.lending import lent
 
@@ -82,7 +83,14 @@ def attempt(what: str, check: Callable[..., None], *arguments: Any) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     apart.install()
-    tables = blocks.TOKENS_PER_BATCH, attention_logits.CHUNK, damage.COMPARED, moments.ENERGY_ROWS, triangle.PANEL
+    tables = (
+        blocks.TOKENS_PER_BATCH,
+        attention_logits.CHUNK,
+        damage.COMPARED,
+        moments.ENERGY_ROWS,
+        psd.COLUMN_BLOCK,
+        triangle.PANEL,
+    )
     for sizes in tables:
         sizes["apart"] = sizes["cpu"]
     importlib.import_module("modegpt.compress").resolve_device = known_device
