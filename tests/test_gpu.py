@@ -86,11 +86,12 @@ def test_a_run_in_bfloat16_decides_as_with_float32_products(
 ):
     dense = family.dense().bfloat16()
     config = replace(CONFIG, sparsity=0.1, **settings)
-    found = errors(compress(dense, WINDOWS, config))
+    # Weights stand elsewhere in these products, so rounding decides between nearly equal neurons. On a CPU, with
+    # products in float32 either way, errors on this text differ by 4e-4 beyond 1e-4; on two of six gpt2's by over 2e-3.
+    windows = tokens(rows=12, length=24, seed=1)
+    found = errors(compress(dense, windows, config))
     monkeypatch.setattr(exact_products, "_exact", lambda x: False)
-    # Weights that stand elsewhere in exact products decide otherwise between nearly equal neurons of models as small as
-    # these. On a CPU, with products in float32 either way, that moves errors by up to 5e-3 of 48 tries (six texts).
-    torch.testing.assert_close(found, errors(compress(dense, WINDOWS, config)), rtol=1e-2, atol=1e-4)
+    torch.testing.assert_close(found, errors(compress(dense, windows, config)), rtol=2e-3, atol=1e-4)
 
 
 class StoppedError(Exception):

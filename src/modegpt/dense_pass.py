@@ -15,7 +15,7 @@ from .hidden_states import HiddenStates
 from .moments import BlockMoments, record_moments
 from .normed_outputs import NormedOutputs
 from .preparation import Source
-from .report import Stopwatch, free_gpu_memory_bytes
+from .report import Stopwatch, room_bytes
 from .surgery import blank_moments, cut_modules
 
 EVERY = 3
@@ -41,7 +41,7 @@ class DenseSide:
 
 def room_ahead(device: torch.device) -> int:
     """Return how many bytes may be held of the last blocks on a device."""
-    return max(AHEAD_BYTES, free_gpu_memory_bytes(device) // AHEAD_PART)
+    return room_bytes(device, AHEAD_BYTES, AHEAD_PART)
 
 
 def held_bytes(source: Source, moments: int, n_tokens: int, every: int, itemsize: int) -> int:

@@ -63,6 +63,11 @@ def free_gpu_memory_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + stored
 
 
+def room_bytes(device: torch.device, least: int, part: int) -> int:
+    """Return what may be kept to save time: `least` bytes, or a `part`-th of a CUDA device's free memory if more."""
+    return max(least, free_gpu_memory_bytes(device) // part)
+
+
 def peak_gpu_memory_bytes(device: torch.device) -> int | None:
     """Return the most memory that tensors held on a CUDA device, in bytes; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

@@ -22,7 +22,7 @@ from .experts import Routed, told
 from .moments import BlockMoments, record_moments
 from .normed_outputs import NormedOutputs
 from .preparation import Source, output_dtype
-from .report import Stopwatch, free_gpu_memory_bytes
+from .report import Stopwatch, room_bytes
 from .surgery import (
     BlockOutcome,
     blank_moments,
@@ -267,5 +267,5 @@ class BlockCompressor:
         """Tell whether activations of a width may be kept for all tokens: not where memory is short."""
         if self.config.max_host_memory is not None:
             return False
-        room = max(KEPT_BYTES, free_gpu_memory_bytes(self.device) // KEPT_PART)
-        return calibration.hidden.n_tokens * width * dtype.itemsize <= room
+        needed = calibration.hidden.n_tokens * width * dtype.itemsize
+        return needed <= room_bytes(self.device, KEPT_BYTES, KEPT_PART)
