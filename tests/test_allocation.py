@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modegpt import CompressionConfig
-from modegpt.allocation import LayerSizes, alike, allocate
+from modegpt.allocation import alike, allocate
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import Unit, auto_temperature, fill_additive, fill_exponential
-from modegpt.ranks import Slot, round_to_budget
+from modegpt.ranks import LayerSizes, Slot, round_to_budget
 
 MODULES = ("mlp", "qk", "vo")
 

@@ -13,13 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import modegpt
 from modegpt import CompressionConfig
-from modegpt.allocation import LayerSizes, _kept_by_half, _modules_alone, allocate
+from modegpt.allocation import allocate
+from modegpt.allocation_units import kept_by_half, module_units
 from modegpt.compress import prepare
 from modegpt.config import MODULES
 from modegpt.damage import COMPARED, LOGIT_COST, SEEN_COST, divergence, hold_out, work
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import fill_exponential
-from modegpt.ranks import open_slots, trial_rank
+from modegpt.ranks import LayerSizes, open_slots, trial_rank
 
 
 def sizes(n_layers: int) -> list[LayerSizes]:
@@ -40,7 +41,7 @@ def test_the_sum_of_square_damages_is_least(damages, sparsity, bound, seed):
     layers = sizes(len(damages))
     budget = sparsity * sum(size.total for size in layers)
     slots, _ = open_slots(layers, MODULES, 1)
-    units = _kept_by_half(_modules_alone(layers, slots, damages, bound), budget)
+    units = kept_by_half(module_units(layers, slots, damages, bound), budget)
     shares, weights = fill_exponential(1.0, units, budget), [unit.weight for unit in units]
     assert math.fsum(map(operator.mul, shares, weights)) == pytest.approx(budget, rel=1e-9)
     factors = []

@@ -121,7 +121,7 @@ def plan(
     if plot is not None:
         check_plot(plot, PLOTS)
     begin()
-    from .allocation import score_parts
+    from .allocation_units import score_parts
     from .planning import make_plan, plot_plan, require_plotting
     from .progress import ProgressBar
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .allocation import Allocation, score_parts
+from .allocation import Allocation
+from .allocation_units import score_parts
 from .compress import prepare
 from .config import CompressionConfig
 from .dense_pass import held_bytes, room_ahead

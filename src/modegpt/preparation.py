@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from .allocation import LayerSizes
 from .architectures import Architecture, Dimensions, architecture_of
 from .blocks import BlockSource, ModelBlocks, tied_tensors
 from .calibration import begin_windows, check_source, draw_windows, load_text, start_token, tokenize
@@ -33,6 +32,7 @@ from .models import (
     read_generation_config,
 )
 from .packed import packing, plain
+from .ranks import LayerSizes
 from .shards import ShardBlocks, fingerprint, open_shards
 from .text_part import about_text_part, text_part
 from .versions import versions

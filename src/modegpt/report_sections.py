@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import plots
-from .allocation import score_parts
+from .allocation_units import score_parts
 from .config import NAMES
 
 DAMAGE = "What cutting each module alone does to the predictions: where it is little, more is removed."

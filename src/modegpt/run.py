@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache
 
-from .allocation import Allocation, LayerSizes, alike, allocate
+from .allocation import Allocation, alike, allocate
 from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import CompressionConfig
@@ -30,7 +30,7 @@ from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning, empty_cache
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
-from .ranks import aligned
+from .ranks import LayerSizes, aligned
 from .report import Stopwatch, budget, free_gpu_memory_bytes, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import BlockCompressor

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .allocation import allocate, why_whole
+from .allocation import allocate
+from .allocation_limits import why_whole
 from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture_of
 from .config import NAMES
 from .errors import InputError
