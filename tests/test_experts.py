@@ -25,10 +25,11 @@ from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.preparation import EXPERT_STEP
-from modegpt.shards import ShardBlocks, find_tensors, skeleton
+from modegpt.shards import ShardBlocks, skeleton
 from modegpt.solvers import SOLVERS
 from modegpt.solvers.experts import decide, unseen
 from modegpt.solvers.mlp import RIDGE, TARGET_RIDGE
+from modegpt.stored_tensors import find_tensors
 from modegpt.tiny import random_model, tiny_config
 from modegpt.token_weights import weighed_by_norm
 

@@ -33,7 +33,9 @@ from modegpt.compress import compress_to_folder
 from modegpt.errors import WriteError
 from modegpt.hidden_states import HiddenStates
 from modegpt.safetensors_merge import merge, read_header
-from modegpt.shards import find_tensors, fingerprint, open_shards
+from modegpt.shard_fingerprint import fingerprint
+from modegpt.shards import open_shards
+from modegpt.stored_tensors import find_tensors
 
 SETTINGS = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

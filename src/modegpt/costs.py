@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .cache_name import CACHE
 from .models import device_of, local_folder, outer_config
-from .shards import find_tensors
+from .stored_tensors import find_tensors
 from .text_part import has_text_part, is_text
 
 PROBE_TOKENS = 2

@@ -25,7 +25,8 @@ from .blocks import tied_tensors
 from .checkpoint import assemble
 from .errors import InputError, MissingExtraError, first_line, refused
 from .packed import Packing, packing, plain
-from .shards import check_packing, find_tensors, open_shards
+from .shards import open_shards
+from .stored_tensors import check_packing, find_tensors
 from .text_part import KEY_MAPPING, has_text_part, text_part
 
 TOKENIZER_FILES = (

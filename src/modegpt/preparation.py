@@ -33,7 +33,8 @@ from .models import (
 )
 from .packed import packing, plain
 from .ranks import LayerSizes
-from .shards import ShardBlocks, fingerprint, open_shards
+from .shard_fingerprint import fingerprint
+from .shards import ShardBlocks, open_shards
 from .text_part import about_text_part, text_part
 from .versions import versions
 

@@ -1,15 +1,11 @@
 """Blocks straight from the safetensors shards of a checkpoint: only what is in use is ever in memory."""
 
 import copy
-import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
 
@@ -19,43 +15,18 @@ from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError, refused
 from .hidden_states import HiddenStates
 from .modeling_modegpt import decoder_layers
-from .packed import BLOCKS, FLOATS, PLAIN, Packing, unpack, unpack_fours
-from .safetensors_merge import Entry, read_header
-from .text_part import names_in_files
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-SAMPLED, EVERY = 1 << 12, 1 << 23
-"""Bytes of a tensor that tell whether it is another one: so many of each stretch of so many, or of it all."""
-
-
-def find_tensors(folder: Path) -> dict[str, Entry]:
-    """Return where each tensor of a checkpoint folder is, empty if it has no safetensors files.
-
-    As in transformers a single file goes before an index, which may be left of a checkpoint that it replaced.
-
-    Raises:
-        InputError: the index names a file that is missing, or it or a file is broken.
-    """
-    index = folder / INDEX
-    if (folder / SINGLE).is_file():
-        names = [SINGLE]
-    elif index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise InputError(f"'{index}' is no index of safetensors files: fetch it again") from problem
-    else:
-        names = []
-    found: dict[str, Entry] = {}
-    for file in (folder / name for name in names):
-        if not file.is_file():
-            raise InputError(f"the checkpoint's index names '{file.name}', which is not in '{folder}': fetch it again")
-        try:
-            found |= read_header(file)[0]
-        except ValueError as problem:
-            raise InputError(f"shard {problem}: fetch it again") from problem
-    return found
+from .packed import FLOATS, PLAIN, Packing
+from .safetensors_merge import Entry
+from .stored_tensors import (
+    check_packing,
+    find_tensors,
+    in_blocks,
+    meant_shape,
+    read_fours,
+    read_stored,
+    stored_name,
+    stored_names,
+)
 
 
 def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: nn.ModuleList) -> str | None:
@@ -71,26 +42,15 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
         return f"its blocks hold a buffer ('{hidden[0]}') that no file stores"
     wanted = model.state_dict()
     for name in required_tensors(model):
-        stored, shape = _stored_names(name, files, model), list(wanted[name].shape)
+        stored, shape = stored_names(name, files, model), list(wanted[name].shape)
         if len(stored) > 1:
             shape = [shape[0] * shape[1] // len(stored), shape[2]]
-        if not stored or any(_meant_shape(each, files) != shape for each in stored):
+        if not stored or any(meant_shape(each, files) != shape for each in stored):
             return f"its shards store '{name}' under another name or shape"
-        fours = _in_blocks(stored[0], files)
+        fours = in_blocks(stored[0], files)
         if not fours and wanted[name].is_floating_point() and (kind := files[stored[0]].dtype) not in (*PLAIN, *FLOATS):
             raise InputError(f"the checkpoint has '{stored[0]}' as {kind}: give it in 16 or 32 bits, or 8-bit floats")
     return None
-
-
-def check_packing(files: dict[str, Entry], packing: Packing | None) -> None:
-    """Raise `InputError` unless it is known what every weight in 8 or 4 bits means."""
-    for name, entry in files.items():
-        bits = 4 if _in_blocks(name, files) else 8
-        if packing is None and (bits == 4 or entry.dtype in FLOATS):
-            said = f"the checkpoint has '{name}' in {bits} bits"
-            raise InputError(f"{said}, and its config does not say how it is quantized")
-        if packing is not None:
-            packing.scale_of(name, entry.dtype, files)
 
 
 def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype, packing: Packing | None) -> bool:
@@ -100,8 +60,8 @@ def unties(files: dict[str, Entry], model: PreTrainedModel, dtype: torch.dtype, 
     are read.
     """
     for pair in model.all_tied_weights_keys.items() if model.config.tie_word_embeddings else ():
-        stored = [name for each in pair if (name := _stored_name(each, files, model)) is not None]
-        if len(stored) == 2 and not torch.equal(*(_read(files, name, packing).to(dtype) for name in stored)):
+        stored = [name for each in pair if (name := stored_name(each, files, model)) is not None]
+        if len(stored) == 2 and not torch.equal(*(read_stored(files, name, packing).to(dtype) for name in stored)):
             return True
     return False
 
@@ -249,7 +209,7 @@ class ShardBlocks:
     @property
     def packed(self) -> int:
         """In how many bits packed weights are stored, 8 or 4; 0 where none are."""
-        fours = any(_in_blocks(name, self.files) for name in self.files)
+        fours = any(in_blocks(name, self.files) for name in self.files)
         return 4 if fours else 8 * any(entry.dtype in FLOATS for entry in self.files.values())
 
     def whole(self) -> dict[str, Tensor]:
@@ -271,16 +231,16 @@ class ShardBlocks:
 
     def _read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor in a dtype, or as it is stored; what is stored apart is never in another one as a whole."""
-        stored = _stored_names(name, self.files, self.model)
-        if _in_blocks(stored[0], self.files):
-            return _read_fours(self.files, stored[0], dtype or torch.bfloat16)
+        stored = stored_names(name, self.files, self.model)
+        if in_blocks(stored[0], self.files):
+            return read_fours(self.files, stored[0], dtype or torch.bfloat16)
         if len(stored) == 1:
-            tensor = _read(self.files, stored[0], self._packing)
+            tensor = read_stored(self.files, stored[0], self._packing)
             return tensor if dtype is None else tensor.to(dtype)
-        first = _read(self.files, stored[0], self._packing)
+        first = read_stored(self.files, stored[0], self._packing)
         fused = first.new_empty(len(stored), *first.shape, dtype=dtype or first.dtype)
         for part, own in zip(fused, stored, strict=True):
-            part.copy_(_read(self.files, own, self._packing))
+            part.copy_(read_stored(self.files, own, self._packing))
         return fused.view(self._n_experts, -1, first.shape[-1])
 
 
@@ -294,105 +254,3 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()
     return model.eval()
-
-
-def fingerprint(files: dict[str, Entry]) -> dict[str, str]:
-    """Identify each shard by size, header, the first and last mebibyte of its data, and samples of every tensor.
-
-    A copy on another machine is the same. A change of a few numbers may pass. Cost: a read for each tensor and 8 MiB.
-    """
-    result = {}
-    for path in sorted({entry.path for entry in files.values()}):
-        size = path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(length + (1 << 20)))
-            file.seek(max(0, size - (1 << 20)))
-            digest.update(file.read())
-            for place, length in _samples(entry for entry in files.values() if entry.path == path):
-                file.seek(place)
-                digest.update(file.read(length))
-        result[path.name] = digest.hexdigest()
-    return result
-
-
-def _samples(entries: Iterable[Entry]) -> Iterator[tuple[int, int]]:
-    """Yield places in a file and numbers of bytes to read there: in the middle of stretches of equal length."""
-    for entry in sorted(entries, key=lambda entry: entry.start):
-        count = -(-entry.size // EVERY)
-        for index in range(count):
-            first, end = (entry.size * step // count for step in (index, index + 1))
-            length = min(SAMPLED, end - first)
-            yield entry.start + first + (end - first - length) // 2, length
-
-
-def _read(files: dict[str, Entry], name: str, packing: Packing | None) -> Tensor:
-    """Return a tensor as it is stored, a packed one in float32."""
-    with safe_open(files[name].path, framework="pt") as file:
-        # A copy, so that the pages of the memory-mapped file are given back with it.
-        tensor = file.get_tensor(name).clone()
-    if packing is None or (scale := packing.scale_of(name, files[name].dtype, files)) is None:
-        return tensor
-    with _unpacking(name):
-        return unpack(tensor, _read(files, scale, None), packing.block)
-
-
-def _in_blocks(name: str, files: dict[str, Entry]) -> bool:
-    """Whether a stored tensor is a weight in 4 bits, without its scales."""
-    blocks, scales = BLOCKS
-    return name.endswith(blocks) and name.removesuffix(blocks) + scales in files and files[name].dtype == "U8"
-
-
-def _meant_shape(name: str, files: dict[str, Entry]) -> list[int]:
-    """Return the shape of a weight when it is unpacked."""
-    shape = files[name].shape
-    if not _in_blocks(name, files) or len(shape) != 4:
-        return shape
-    n_experts, n_rows, n_blocks, n_bytes = shape
-    return [n_experts, 2 * n_bytes * n_blocks, n_rows]
-
-
-def _read_fours(files: dict[str, Entry], name: str, dtype: torch.dtype) -> Tensor:
-    blocks, scales = BLOCKS
-    scale = _read(files, name.removesuffix(blocks) + scales, None)
-    with _unpacking(name):
-        return unpack_fours(_read(files, name, None), scale, dtype)
-
-
-@contextmanager
-def _unpacking(name: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as problem:
-        raise InputError(f"'{name}' cannot be unpacked: {problem}") from problem
-
-
-def _stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
-    """Return the name under which a shard holds a tensor: checkpoints of a base model leave out its prefix.
-
-    Those of a multimodal model put another before it.
-    """
-    if name in stored:
-        return name
-    candidates, other = [name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)], name
-    for module, file in architecture_of(model.config).file_names:
-        if module in name:
-            candidates.append(name.replace(module, file, 1))
-        other = other.replace(module, file, 1)
-    candidates.append(other)
-    return next((candidate for candidate in candidates if candidate in stored), None)
-
-
-def _stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
-    """Return the names under which shards hold a tensor: one; of fused experts those of each, in order; or none."""
-    for end in ("", BLOCKS[0]):
-        if (found := _stored_name(name + end, stored, model)) is not None:
-            return [found]
-    architecture = architecture_of(model.config)
-    block, _, key = name.partition(architecture.experts or name)
-    gate, up, down = architecture.expert_files
-    parts = {".gate_up_proj": (gate, up), ".down_proj": (down,)}.get(key, ())
-    numbers = range(Dimensions.of(architecture, model.config).n_experts)
-    names = [_stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts]
-    return [] if None in names else [each for each in names if each is not None]

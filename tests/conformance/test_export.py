@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, P
 
 from modegpt import InputError, stock_model
 from modegpt.modeling_modegpt import compressed_class
-from modegpt.shards import find_tensors
+from modegpt.stored_tensors import find_tensors
 
 from .conftest import Pair
 from .families import Family, tokens
