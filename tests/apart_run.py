@@ -16,7 +16,7 @@ import apart
 import modegpt
 from conformance.families import FAMILIES, Family, tokens
 from conformance.helpers import errors
-from modegpt import CompressionConfig, attention_logits, blocks, damage, moments, triangle
+from modegpt import CompressionConfig, attention_logits, blocks, damage, embedding, moments, triangle
 from modegpt.baselines import BASELINES
 from modegpt.decompose import psd
 from modegpt.evaluate import perplexity
@@ -54,7 +54,7 @@ def places_decide_nothing(family: Family) -> None:
     """Some hidden states are on the device, and those that it has no room for on the host."""
     config, found = CompressionConfig(sparsity=0.3, device="apart", batch_size=2), []
     for free in (0, 2**15, 2**30):  # a batch is of 6 KiB, and there are three streams
-        modegpt.run.free_gpu_memory_bytes = lambda device, free=free: modegpt.run.GPU_PART * free
+        embedding.free_gpu_memory_bytes = lambda device, free=free: embedding.GPU_PART * free
         found.append(compressed(family, config).state_dict())
     assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in other)
 

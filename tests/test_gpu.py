@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(place: str, tmp_path: Pa
         model.save_pretrained(tmp_path / "dense")
         model = tmp_path / "dense"
     if place == "offloaded":  # neither the GPU nor the host has room for all hidden states
-        monkeypatch.setattr("modegpt.run.GPU_PART", 2**30)
+        monkeypatch.setattr("modegpt.embedding.GPU_PART", 2**30)
     config = replace(CONFIG, max_host_memory=4096 if place == "offloaded" else None)
     compress_to_folder(model, WINDOWS, tmp_path / "whole", config)
 
@@ -124,7 +124,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(place: str, tmp_path: Pa
 def test_where_hidden_states_are_decides_nothing(monkeypatch: pytest.MonkeyPatch):
     (family,) = named("llama-grouped")
     on_gpu = compress(family.dense(), WINDOWS, CONFIG).state_dict()
-    monkeypatch.setattr("modegpt.run.GPU_PART", 2**40)
+    monkeypatch.setattr("modegpt.embedding.GPU_PART", 2**40)
     on_host = compress(family.dense(), WINDOWS, CONFIG).state_dict()
     assert all(torch.equal(on_gpu[name], on_host[name]) for name in on_gpu)
 

@@ -12,36 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from .allocation import Allocation, alike, allocate
-from .blocks import TOKENS_PER_BATCH, Calibration, PrefetchedBlocks, advance
+from .blocks import Calibration, PrefetchedBlocks, advance
 from .checkpoint import compressed_config
 from .config import CompressionConfig
 from .damage import hold_out, measure_damages, trial_ranks
 from .decompose.psd import all_finite
 from .dense_pass import DensePass
 from .distributed import Team
+from .embedding import Embedding
 from .errors import InputError, NumericalError
 from .fisher import FisherProbe, stride
 from .full_float32 import full_float32
-from .hidden_states import HiddenStates
 from .modeling_modegpt import shrink_block
-from .own_text import Writer, beginning, empty_cache
+from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
 from .ranks import LayerSizes, aligned
-from .report import Stopwatch, budget, free_gpu_memory_bytes, peak_gpu_memory_bytes, peak_memory_bytes, protocol
+from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import BlockCompressor
 from .surgery import BlockOutcome, cut_modules, rounded_tensors
-from .token_weights import token_weights
-
-OFFSET_PERIOD = 4096
-"""Tokens after which the count of `Calibration.offsets` begins anew, whatever the size of a batch."""
-
-GPU_PART = 8
-"""Of a GPU's free memory an eighth is for hidden states; what it has no room for is on the host."""
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it (scores of
@@ -64,6 +56,12 @@ class Run:
     """Coverage windows by share and seed: the runs of a sweep make them once."""
     spill: Path | None = None
     """Where hidden states go that memory has no room for; None for the system's temporary folder."""
+
+    @property
+    def embedding(self) -> Embedding:
+        """How windows enter the blocks."""
+        seq_len = self.text.windows.shape[1]
+        return Embedding(self.source, self.config, seq_len, self.device, self.team, self.watch, self.spill)
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -157,7 +155,7 @@ class Run:
         scorer = self._scorer()
         if scorer is None:
             return None
-        calibration = self._embed(self.team.share(self.text.windows))
+        calibration = self.embedding.embed(self.team.share(self.text.windows))
         self._tell("scores", 0)
         for index in range(self.source.dims.n_layers):
             with self.watch.stage("load"):
@@ -184,7 +182,8 @@ class Run:
         if coverage is not None:
             seen = torch.cat((seen, coverage))
         n_streams = sum(len(trial_ranks(size, self.config)) for size in self.sizes) + 2  # each trial's, and these two
-        calibration, trial = self._weighted(seen, n_streams), self._embed(held, n_streams)
+        calibration = self.embedding.shared(seen, n_streams)
+        trial = self.embedding.embed(held, n_streams)
         tell = functools.partial(self._tell, "scores")
         with self.watch.stage("scores"):
             return measure_damages(
@@ -204,7 +203,8 @@ class Run:
         """Return windows that the dense model writes."""
         source, tell = self.source, functools.partial(self._tell, "coverage")
         start = beginning(self.text.windows, self.text.about.get("start_token"))
-        writer = Writer(source.blocks, source.dims.n_layers, self._continued, self._cache, self.team, self.device, tell)
+        into = self.embedding
+        writer = Writer(source.blocks, source.dims.n_layers, into.continued, into.cache, self.team, self.device, tell)
         return writer.windows(count, seq_len, start, source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | list[list[float]] | None) -> Allocation:
@@ -243,7 +243,7 @@ class Run:
         config = self.config
         windows = self.text.windows if coverage is None else torch.cat((self.text.windows, coverage))
         feedback = self.source.runs_beside(config)
-        calibration = self._weighted(windows, streams=self.source.n_streams(config))
+        calibration = self.embedding.shared(windows, streams=self.source.n_streams(config))
         # The dense model's own hidden states, for the solvers that make up for the drift from them.
         dense = calibration.copy() if feedback else None
         blocks = PrefetchedBlocks(self.source.blocks, self.device, self.source.dims.n_layers)
@@ -299,42 +299,6 @@ class Run:
         own = {name.removeprefix(self._prefix(index)): tensor for name, tensor in tensors.items()}
         block.load_state_dict(own)
         return block
-
-    def _weighted(self, windows: Tensor, streams: int) -> Calibration:
-        """Return this process's share of the windows that moments are taken on, each token with its weight."""
-        calibration = self._embed(self.team.share(windows), streams)
-        length = windows.shape[1]
-        size, weights = self._batch_size(length), token_weights(windows, self.config.rarity_exponent)
-        if weights is not None:
-            calibration.weights = self.team.share(weights).split(size)
-        calibration.offsets = self.team.share(torch.arange(len(windows)) * length % OFFSET_PERIOD).split(size)
-        return calibration
-
-    def _embed(self, windows: Tensor, streams: int = 1) -> Calibration:
-        with self.watch.stage("embed"):
-            limit, free = self.config.max_host_memory, free_gpu_memory_bytes(self.device)
-            host = None if limit is None else limit // streams
-            hidden = HiddenStates(host, self.spill, self.device, free // (GPU_PART * streams))
-            return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
-
-    def _continued(self, tokens: Tensor, cache: Cache | None) -> Calibration:
-        if cache is None:
-            return self._embed(tokens)
-        with self.watch.stage("embed"):
-            return self.source.blocks.embed(tokens, len(tokens), HiddenStates(), cache)
-
-    def _cache(self, rows: int, length: int) -> Cache | None:
-        """Return an empty cache for texts of a length that run in one batch, if there is room for it; else None."""
-        if rows > self._batch_size(2):  # each may have a token before the first
-            return None
-        return empty_cache(self.source, rows * length, self.device, spare=self.config.max_host_memory is None)
-
-    def _batch_size(self, seq_len: int) -> int:
-        """Return how many windows of a length run at once."""
-        fitting = TOKENS_PER_BATCH[self.device.type]
-        if self.config.batch_size:  # of the text's windows; a batch of shorter ones holds as many tokens
-            fitting = self.config.batch_size * self.text.windows.shape[1]
-        return max(1, fitting // seq_len)
 
     def _prefix(self, index: int) -> str:
         return f"{self.source.blocks.prefix}.{index}."
