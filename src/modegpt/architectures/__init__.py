@@ -11,6 +11,7 @@ from .arcee import ARCEE
 from .cohere import COHERE, COHERE2, COHERE2_MOE
 from .cwm import CWM
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from .dimensions import Dimensions
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone4 import EXAONE4, EXAONE_MOE
@@ -44,7 +45,7 @@ from .qwen3 import QWEN3, QWEN3_MOE
 from .qwen3_5 import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
 from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
-from .spec import Architecture, Dimensions
+from .spec import Architecture
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 

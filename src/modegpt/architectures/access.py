@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from .dimensions import Dimensions
 from .fused import gates_and_ups, projections_of
-from .spec import Architecture, Dimensions
+from .spec import Architecture
 
 HEADS = ("query", "key", "value")
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import InputError
-from .spec import Architecture, Dimensions
+from .dimensions import Dimensions
+from .spec import Architecture
 
 GEMMA = Architecture(
     model_type="gemma", name="Gemma", start_token=True, notes="Gemma 1; heads wider than the model, multi-query"

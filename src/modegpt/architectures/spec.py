@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..modeling_modegpt import ROLES
+from .dimensions import Dimensions
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,7 @@ class Architecture:
         mixture = self.mixture(block)
         return self.linears(block) + ([] if mixture is None else [mixture])
 
-    def rank_costs(self, dims: "Dimensions", has_bias: Callable[[str], bool]) -> dict[str, int]:
+    def rank_costs(self, dims: Dimensions, has_bias: Callable[[str], bool]) -> dict[str, int]:
         """Return the parameters that one unit of rank holds, by module; 0 for what has no rank.
 
         Args:
@@ -257,14 +258,14 @@ class Architecture:
             "vo": dims.n_kv_heads * inputs(value) + dims.n_heads * dims.d_model,
         }
 
-    def block_dims(self, block: nn.Module, dims: "Dimensions") -> "Dimensions":
+    def block_dims(self, block: nn.Module, dims: Dimensions) -> Dimensions:
         """Return the sizes of one block, dense or compressed: those of the model, less a rotary part that it lacks."""
         attention = block.get_submodule(self.attention) if self.rotary_switch else None
         if attention is None or any(getattr(attention, name) for name in self.rotary_switch):
             return dims
         return replace(dims, rotary_dim=0)
 
-    def cached(self, dims: "Dimensions", ranks: dict[str, int], outputs: Mapping[str, int]) -> int:
+    def cached(self, dims: Dimensions, ranks: dict[str, int], outputs: Mapping[str, int]) -> int:
         """Return how many numbers a token puts into the key-value cache in one compressed block.
 
         Args:
@@ -276,7 +277,7 @@ class Architecture:
             return sum(outputs.get(f"{self.attention}.{name}", 0) for name in (self.key, self.value))
         return dims.n_kv_heads * (ranks["qk"] + ranks["vo"])
 
-    def dense_cached(self, dims: "Dimensions", outputs: Mapping[str, int]) -> int:
+    def dense_cached(self, dims: Dimensions, outputs: Mapping[str, int]) -> int:
         """Return the same of the dense block."""
         numbers = self.cached(dims, dims.full_ranks, outputs)
         return numbers * dims.n_heads // dims.n_kv_heads if self.caches_all else numbers
@@ -325,46 +326,3 @@ DESCRIBED_IF_SET = (
     "output_dropout",
 )
 """What the modeling file has a default for."""
-
-
-@dataclass(frozen=True)
-class Dimensions:
-    """The sizes of a decoder, in the names used throughout the package."""
-
-    n_layers: int
-    d_model: int
-    d_int: int
-    d_head: int
-    n_heads: int
-    n_kv_heads: int
-    rotary_dim: int
-    """Leading coordinates of a head under the rotary embedding; 0 where there is none."""
-    n_experts: int = 0
-    """Experts of a layer, of width `d_int` each; 0 where an MLP is one."""
-
-    @property
-    def full_ranks(self) -> dict[str, int]:
-        """The rank of each module of the dense block."""
-        return {"mlp": self.d_int, "qk": self.d_head, "vo": self.d_head}
-
-    @classmethod
-    def of(cls, architecture: Architecture, config: Any) -> "Dimensions":
-        """Read the sizes from a dense model's config."""
-        n_heads, kv_heads = config.num_attention_heads, architecture.kv_heads
-        d_head, n_kv_heads, rotary_dim = config.hidden_size // n_heads, n_heads, 0
-        if not architecture.whole_attention:  # else heads may differ from layer to layer, and nothing asks
-            d_head = getattr(config, "head_dim", None) or d_head
-            n_kv_heads = getattr(config, kv_heads, None) if isinstance(kv_heads, str) else kv_heads
-            rotary_dim = d_head if architecture.rotary else 0
-        if architecture.partial_rotary:
-            rotary_dim = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1.0))
-        return cls(
-            n_layers=config.num_hidden_layers,
-            d_model=config.hidden_size,
-            d_int=architecture.mlp_width(config),
-            d_head=d_head,
-            n_heads=n_heads,
-            n_kv_heads=n_kv_heads or n_heads,
-            rotary_dim=rotary_dim,
-            n_experts=getattr(config, architecture.n_experts) if architecture.experts else 0,
-        )
