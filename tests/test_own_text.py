@@ -14,7 +14,7 @@ from modegpt import CompressionConfig, NumericalError
 from modegpt.blocks import Calibration
 from modegpt.compress import compress_to_folder, prepare
 from modegpt.hidden_states import HiddenStates
-from modegpt.own_text import LENGTHS, beginning, sample
+from modegpt.own_text import CACHE_BYTES, LENGTHS, beginning, cache_bytes, sample
 from modegpt.run import Run
 
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_where_there_is_room_blocks_are_read_once(n_kept: int, monkeypatch: pyte
     windows = run.coverage()
     assert windows is not None
     assert torch.equal(windows, expected(dense, 3, seed=0))
-    n_steps = sum(length - 1 for length in LENGTHS)
+    n_steps = max(LENGTHS) - 1  # of both lengths together
     assert len(read) == n_steps * run.source.dims.n_layers - n_kept * (n_steps - 1)
 
 
@@ -144,9 +144,11 @@ def seen_by_embed(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, 
 def test_each_token_is_run_once_if_keys_and_values_fit(monkeypatch: pytest.MonkeyPatch):
     run, told = run_of(FAMILIES[0].dense(), coverage=0.5), []
     run.progress = lambda *call: told.append(call)
-    steps = [(2, 1, 2, length) for length in range(15)] + [(3, 1, 3, length) for length in range(3)]
-    assert seen_by_embed(run, monkeypatch) == steps  # two windows of ten tokens, and one
-    total = len(steps) * run.source.dims.n_layers
+    shorter = [(3, 1, 3, length) for length in range(3)]  # one window of ten tokens in pieces of four
+    longer = [(2, 1, 2, length) for length in range(15)]  # two in pieces of sixteen
+    steps = [step for both in zip(longer, shorter, strict=False) for step in both] + longer[3:]
+    assert seen_by_embed(run, monkeypatch) == steps
+    total = 15 * run.source.dims.n_layers
     assert told == [("coverage", done, total) for done in range(total + 1)]
 
 
@@ -161,6 +163,16 @@ def test_without_room_steps_run_all_that_is_written(
     monkeypatch.setattr("modegpt.own_text.CACHE_BYTES", needed - short)
     steps = [(1, 1, 1, n) if cached else (1, n + 1, 20 // (n + 1), -1) for n in range(15)]
     assert seen_by_embed(run, monkeypatch) == steps
+
+
+def test_what_has_room_is_cached_and_the_rest_is_not():
+    run = run_of(FAMILIES[0].dense())
+    dims = run.source.dims
+    token = 2 * dims.n_layers * dims.n_kv_heads * dims.d_head * 4
+    room = CACHE_BYTES // token
+    for asked, fitting in (((room, 1), (room, 0)), ((room + 1, 1), (0, 1)), ((1, room - 1), (1, room - 1))):
+        assert cache_bytes(run.source, asked, CPU, spare=True) == [count * token for count in fitting]
+    assert cache_bytes(run.source, (1, 1), CPU, spare=False) == [0, 0]
 
 
 def test_without_room_for_all_rows_in_a_batch_there_is_no_cache(monkeypatch: pytest.MonkeyPatch):

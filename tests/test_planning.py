@@ -135,8 +135,8 @@ def test_the_cache_of_what_the_model_writes_is_reckoned_with():
         make_plan(LlamaForCausalLM(config), windows, CompressionConfig(**settings, **limit))["estimate"]["device_bytes"]
         for limit in ({}, {"max_host_memory": 10**9})
     )
-    # Two windows are written at a time: keys and values of 1024 tokens, in three layers of 32 numbers, in float32.
-    assert with_cache - without == 2 * 1024 * 3 * 32 * 4
+    # Four windows are written: keys and values of 2048 tokens, in three layers of 32 numbers, in float32.
+    assert with_cache - without == 2 * 2048 * 3 * 32 * 4
 
 
 def test_planning_leaves_the_global_random_state_alone():

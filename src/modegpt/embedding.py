@@ -1,5 +1,6 @@
 """How texts enter the blocks: in which batches, with which weights, and where their hidden states are held."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from .blocks import TOKENS_PER_BATCH, Calibration
 from .config import CompressionConfig
 from .distributed import Team
 from .hidden_states import HiddenStates
-from .own_text import empty_cache
+from .own_text import LENGTHS, empty_caches
 from .preparation import Source
 from .report import Stopwatch, free_gpu_memory_bytes
 from .token_weights import token_weights
@@ -60,17 +61,21 @@ class Embedding:
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
 
     def continued(self, tokens: Tensor, cache: Cache | None) -> Calibration:
-        """Return the hidden states of tokens that go on where a cache ends; without one they are whole texts."""
+        """Return the hidden states of tokens that go on where a cache ends; without one they are whole texts.
+
+        Such states are held of continuations of all lengths at once.
+        """
         if cache is None:
-            return self.embed(tokens)
+            return self.embed(tokens, len(LENGTHS))
         with self.watch.stage("embed"):
             return self.source.blocks.embed(tokens, len(tokens), HiddenStates(), cache)
 
-    def cache(self, rows: int, length: int) -> Cache | None:
-        """Return an empty cache for texts of a length that run in one batch, if there is room for it; else None."""
-        if rows > self._batch_size(2):  # each may have a token before the first
-            return None
-        return empty_cache(self.source, rows * length, self.device, spare=self.config.max_host_memory is None)
+    def caches(self, shapes: Sequence[tuple[int, int]]) -> list[Cache | None]:
+        """Return empty caches for texts of each `(rows, tokens)`; None where no batch or no memory can hold them."""
+        fitting = [rows <= self._batch_size(2) for rows, _length in shapes]  # each may have a token before the first
+        sizes = [rows * length for fits, (rows, length) in zip(fitting, shapes, strict=True) if fits]
+        made = iter(empty_caches(self.source, sizes, self.device, spare=self.config.max_host_memory is None))
+        return [next(made) if fits else None for fits in fitting]
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""

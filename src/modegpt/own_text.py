@@ -1,6 +1,6 @@
 """Coverage windows: text that the dense model writes itself, in short continuations of random tokens."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,8 @@ from .decompose.psd import all_finite
 from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
-from .preparation import Source, cached_numbers
+from .models import compute_dtype
+from .preparation import Source, cached_numbers, own_dtype
 from .report import free_gpu_memory_bytes
 
 LENGTHS = (16, 4)
@@ -31,19 +32,51 @@ CUMULATED = 2**20
 """Float64 numbers in memory at once while tokens are drawn: what stays in the cache is summed thrice as fast."""
 
 
+class Draft:
+    """Continuations of one length while they are written.
+
+    Args:
+        uniforms: `(rows, length)` float64 numbers in [0, 1), which tokens are drawn by.
+        start: the token with which every continuation begins, or None.
+        vocab_size: the first token behind it is drawn from all of it, alike.
+    """
+
+    def __init__(self, uniforms: Tensor, start: int | None, vocab_size: int) -> None:
+        """Draw the first token."""
+        first = (uniforms[:, :1] * vocab_size).long()
+        self.tokens = first if start is None else torch.cat((torch.full_like(first, start), first), dim=1)
+        self.new = self.tokens
+        """Those that no cache holds."""
+        self.cache: Cache | None = None
+        self.uniforms = uniforms
+
+    @property
+    def length(self) -> int:
+        """Tokens of a continuation, `start` not counted."""
+        return self.uniforms.shape[1]
+
+    def add(self, step: int, drawn: Tensor) -> None:
+        """Take the tokens of a step, `(rows,)`."""
+        self.new = drawn[:, None]
+        self.tokens = torch.cat((self.tokens, self.new), dim=1)
+        if step == self.length - 1:
+            self.cache = None
+
+
 class Writer:
     """Lets the dense model write.
 
-    A step runs the whole model over the token that was written last; where there is no room for the keys and values of
-    all continuations of a length, over all that is written so far. A GPU keeps the blocks that half of its free memory
-    has room for, as long as this object lives.
+    A step runs the whole model over the token that was written last in all continuations; in those of a length for
+    whose keys and values there is no room, over all that is written so far. A GPU keeps the blocks that half of its
+    free memory has room for, as long as this object lives.
 
     Args:
         blocks: of the model.
         n_layers: of the model.
         embed: gives the hidden states before block 0 of this process's `(rows, tokens)` ids, which come behind those in
             a cache if there is one.
-        cache: gives an empty cache for continuations, by their number and the tokens of each; None if there is no room.
+        caches: gives an empty cache for the continuations of each length, by their number and the tokens of each, or
+            None where there is no room.
         team: the processes of the run; each writes its share.
         device: where blocks run.
         done: called with the blocks that have been run and those there are to run.
@@ -54,13 +87,13 @@ class Writer:
         blocks: BlockSource,
         n_layers: int,
         embed: Callable[[Tensor, Cache | None], Calibration],
-        cache: Callable[[int, int], Cache | None],
+        caches: Callable[[Sequence[tuple[int, int]]], list[Cache | None]],
         team: Team,
         device: torch.device,
         done: Callable[[int, int], None],
     ) -> None:
         """Write nothing yet."""
-        self._blocks, self._n_layers, self._embed, self._cache = blocks, n_layers, embed, cache
+        self._blocks, self._n_layers, self._embed, self._caches = blocks, n_layers, embed, caches
         self._team, self._device, self._done = team, device, done
         self._kept: dict[int, nn.Module] = {}
         self._least = free_gpu_memory_bytes(device) // FREE_PART
@@ -82,45 +115,49 @@ class Writer:
         generator = torch.Generator().manual_seed(seed)
         own = seq_len - (start is not None)
         text = torch.full((count, seq_len), start or 0)
-        lengths = LENGTHS[:count]
-        self._n_run, self._n_to_run = 0, sum(length - 1 for length in lengths) * self._n_layers
-        self._done(0, self._n_to_run)
-        with self._blocks.around():
-            for place, length in enumerate(lengths):
-                windows = text[place :: len(LENGTHS), seq_len - own :]
-                rows = max(self._team.size, -(-windows.numel() // length))
-                uniforms = torch.rand(rows, length, generator=generator, dtype=torch.float64)
-                written = torch.zeros(rows, length, dtype=torch.long, device=self._device)
-                share = self._write(self._team.share(uniforms), start, vocab_size)
-                written[self._team.rank :: self._team.size] = share.to(written.device)
-                windows.copy_(self._team.sum_(written).cpu().flatten()[: windows.numel()].view_as(windows))
+        parts = [text[place :: len(LENGTHS), seq_len - own :] for place, _length in enumerate(LENGTHS[:count])]
+        drafts, n_rows = [], []
+        for windows, length in zip(parts, LENGTHS, strict=False):
+            n_rows.append(max(self._team.size, -(-windows.numel() // length)))
+            uniforms = torch.rand(n_rows[-1], length, generator=generator, dtype=torch.float64)
+            drafts.append(Draft(self._team.share(uniforms), start, vocab_size))
+        self._write(drafts)
+        for windows, draft, rows in zip(parts, drafts, n_rows, strict=True):
+            written = torch.zeros(rows, draft.length, dtype=torch.long, device=self._device)
+            written[self._team.rank :: self._team.size] = draft.tokens[:, -draft.length :].to(written.device)
+            windows.copy_(self._team.sum_(written).cpu().flatten()[: windows.numel()].view_as(windows))
         return text
 
-    def _write(self, uniforms: Tensor, start: int | None, vocab_size: int) -> Tensor:
-        """Return the `(rows, length)` tokens that uniform numbers of this shape stand for."""
-        tokens = (uniforms[:, :1] * vocab_size).long()
-        if start is not None:
-            tokens = torch.cat((torch.full_like(tokens, start), tokens), dim=1)
-        length = uniforms.shape[1]
-        cache, new = self._cache(len(tokens), tokens.shape[1] + length - 2), tokens
-        for step in range(1, length):
-            drawn, row = [], 0
-            hidden = self._run(tokens if cache is None else new, cache)
-            for logits in self._blocks.logits(rows for states in hidden for rows in states[:, -1].split(ROWS)):
-                drawn.append(sample(logits, uniforms[row : row + len(logits), step]))
-                row += len(logits)
-            new = torch.cat(drawn)[:, None]
-            tokens = torch.cat((tokens, new), dim=1)
-        return tokens[:, -length:]
+    def _write(self, drafts: Sequence[Draft]) -> None:
+        """Write drafts to their ends, all at once: each step reads a block once."""
+        n_steps = max(draft.length for draft in drafts) - 1
+        self._n_run, self._n_to_run = 0, n_steps * self._n_layers
+        self._done(0, self._n_to_run)
+        shapes = [(len(draft.tokens), draft.tokens.shape[1] + draft.length - 2) for draft in drafts]
+        for draft, cache in zip(drafts, self._caches(shapes), strict=True):
+            draft.cache = cache
+        with self._blocks.around():
+            for step in range(1, n_steps + 1):
+                going_on = [draft for draft in drafts if step < draft.length]
+                for draft, hidden in zip(going_on, self._run(going_on), strict=True):
+                    drawn, row = [], 0
+                    for logits in self._blocks.logits(rows for states in hidden for rows in states[:, -1].split(ROWS)):
+                        drawn.append(sample(logits, draft.uniforms[row : row + len(logits), step]))
+                        row += len(logits)
+                    draft.add(step, torch.cat(drawn))
 
-    def _run(self, tokens: Tensor, cache: Cache | None) -> HiddenStates:
-        """Return the hidden states behind the last block."""
-        calibration = self._embed(tokens, cache)
+    def _run(self, drafts: Sequence[Draft]) -> list[HiddenStates]:
+        """Return the hidden states of each draft behind the last block."""
+        calibrations = [
+            self._embed(draft.tokens if draft.cache is None else draft.new, draft.cache) for draft in drafts
+        ]
         for index in range(self._n_layers):
-            advance(self._block(index), index, calibration, self._device)
+            block = self._block(index)
+            for calibration in calibrations:
+                advance(block, index, calibration, self._device)
             self._n_run += 1
             self._done(self._n_run, self._n_to_run)
-        return calibration.hidden
+        return [calibration.hidden for calibration in calibrations]
 
     def _block(self, index: int) -> nn.Module:
         """Return a block, and keep it for the steps to come where a GPU has room for it."""
@@ -132,26 +169,31 @@ class Writer:
         return block
 
 
-def empty_cache(source: Source, n_tokens: int, device: torch.device, spare: bool) -> Cache | None:
-    """Return a cache for keys and values of the dense model, or None where they may not fit; see `cache_bytes`."""
-    return DynamicCache(config=source.blocks.model.config) if cache_bytes(source, n_tokens, device, spare) else None
+def empty_caches(source: Source, n_tokens: Sequence[int], device: torch.device, spare: bool) -> list[Cache | None]:
+    """Return caches for keys and values of the dense model, None for those that have no room; see `cache_bytes`."""
+    sizes = cache_bytes(source, n_tokens, device, spare)
+    return [DynamicCache(config=source.blocks.model.config) if size else None for size in sizes]
 
 
-def cache_bytes(source: Source, n_tokens: int, device: torch.device, spare: bool) -> int:
-    """Return what keys and values of the dense model take in float32, at most; 0 where there is no room for them.
+def cache_bytes(source: Source, n_tokens: Sequence[int], device: torch.device, spare: bool) -> list[int]:
+    """Return what keys and values of the dense model take, 0 for those that have no room beside the ones before.
 
     Args:
         source: the dense model.
-        n_tokens: of all texts together.
+        n_tokens: by cache, of all its texts together.
         device: where blocks run.
         spare: whether the host has memory to spare.
     """
     dims = source.dims
     full = [dims.full_ranks] * dims.n_layers
     numbers = cached_numbers(source.blocks.layers, source.architecture, dims, full)["dense"]
-    needed = n_tokens * numbers * torch.float32.itemsize
+    itemsize = compute_dtype(device, own_dtype(source.config)).itemsize
     room = free_gpu_memory_bytes(device) // CACHE_PART if device.type == "cuda" else CACHE_BYTES * spare
-    return needed if needed <= room else 0
+    sizes: list[int] = []
+    for count in n_tokens:
+        needed = count * numbers * itemsize
+        sizes.append(needed if needed <= room - sum(sizes) else 0)
+    return sizes
 
 
 def sample(logits: Tensor, uniforms: Tensor) -> Tensor:

@@ -113,7 +113,8 @@ def estimate(
     spare = config.max_host_memory is None
     around = outside * dtype.itemsize
     if n_written:
-        around += block * dtype.itemsize + cache_bytes(source, -(-n_written // len(LENGTHS)), device, spare)
+        written = [-(-n_written // len(LENGTHS))] * len(LENGTHS)
+        around += block * dtype.itemsize + sum(cache_bytes(source, written, device, spare))
     if source.runs_beside(config) and not dims.n_experts and spare:
         moments = 12 * dims.d_int**2 + 8 * (dims.n_heads * dims.d_head) ** 2
         n_blocks = min(DEPTH, dims.n_layers)

@@ -204,7 +204,7 @@ class Run:
         source, tell = self.source, functools.partial(self._tell, "coverage")
         start = beginning(self.text.windows, self.text.about.get("start_token"))
         into = self.embedding
-        writer = Writer(source.blocks, source.dims.n_layers, into.continued, into.cache, self.team, self.device, tell)
+        writer = Writer(source.blocks, source.dims.n_layers, into.continued, into.caches, self.team, self.device, tell)
         return writer.windows(count, seq_len, start, source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | list[list[float]] | None) -> Allocation:
