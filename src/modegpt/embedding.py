@@ -72,10 +72,9 @@ class Embedding:
 
     def caches(self, shapes: Sequence[tuple[int, int]]) -> list[Cache | None]:
         """Return empty caches for texts of each `(rows, tokens)`; None where no batch or no memory can hold them."""
-        fitting = [rows <= self._batch_size(2) for rows, _length in shapes]  # each may have a token before the first
-        sizes = [rows * length for fits, (rows, length) in zip(fitting, shapes, strict=True) if fits]
-        made = iter(empty_caches(self.source, sizes, self.device, spare=self.config.max_host_memory is None))
-        return [next(made) if fits else None for fits in fitting]
+        most = self._batch_size(2)  # rows: each may have a token before the first
+        n_tokens = [rows * length if rows <= most else 0 for rows, length in shapes]
+        return empty_caches(self.source, n_tokens, self.device, spare=self.config.max_host_memory is None)
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""

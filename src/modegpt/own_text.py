@@ -12,7 +12,7 @@ from .distributed import Team
 from .errors import NumericalError
 from .hidden_states import HiddenStates
 from .models import compute_dtype
-from .preparation import Source, cached_numbers, own_dtype
+from .preparation import Source, cached_numbers
 from .report import free_gpu_memory_bytes
 
 LENGTHS = (16, 4)
@@ -115,14 +115,14 @@ class Writer:
         generator = torch.Generator().manual_seed(seed)
         own = seq_len - (start is not None)
         text = torch.full((count, seq_len), start or 0)
-        parts = [text[place :: len(LENGTHS), seq_len - own :] for place, _length in enumerate(LENGTHS[:count])]
-        drafts, n_rows = [], []
-        for windows, length in zip(parts, LENGTHS, strict=False):
-            n_rows.append(max(self._team.size, -(-windows.numel() // length)))
-            uniforms = torch.rand(n_rows[-1], length, generator=generator, dtype=torch.float64)
-            drafts.append(Draft(self._team.share(uniforms), start, vocab_size))
-        self._write(drafts)
-        for windows, draft, rows in zip(parts, drafts, n_rows, strict=True):
+        begun = []
+        for place, length in enumerate(LENGTHS[:count]):
+            windows = text[place :: len(LENGTHS), seq_len - own :]
+            rows = max(self._team.size, -(-windows.numel() // length))
+            uniforms = torch.rand(rows, length, generator=generator, dtype=torch.float64)
+            begun.append((windows, rows, Draft(self._team.share(uniforms), start, vocab_size)))
+        self._write([draft for _windows, _rows, draft in begun])
+        for windows, rows, draft in begun:
             written = torch.zeros(rows, draft.length, dtype=torch.long, device=self._device)
             written[self._team.rank :: self._team.size] = draft.tokens[:, -draft.length :].to(written.device)
             windows.copy_(self._team.sum_(written).cpu().flatten()[: windows.numel()].view_as(windows))
@@ -140,11 +140,15 @@ class Writer:
             for step in range(1, n_steps + 1):
                 going_on = [draft for draft in drafts if step < draft.length]
                 for draft, hidden in zip(going_on, self._run(going_on), strict=True):
-                    drawn, row = [], 0
-                    for logits in self._blocks.logits(rows for states in hidden for rows in states[:, -1].split(ROWS)):
-                        drawn.append(sample(logits, draft.uniforms[row : row + len(logits), step]))
-                        row += len(logits)
-                    draft.add(step, torch.cat(drawn))
+                    draft.add(step, self._draw(hidden, draft.uniforms[:, step]))
+
+    def _draw(self, hidden: HiddenStates, uniforms: Tensor) -> Tensor:
+        """Return the next token of each row, by its number in [0, 1), from the hidden states behind the last block."""
+        drawn, row = [], 0
+        for logits in self._blocks.logits(rows for states in hidden for rows in states[:, -1].split(ROWS)):
+            drawn.append(sample(logits, uniforms[row : row + len(logits)]))
+            row += len(logits)
+        return torch.cat(drawn)
 
     def _run(self, drafts: Sequence[Draft]) -> list[HiddenStates]:
         """Return the hidden states of each draft behind the last block."""
@@ -187,7 +191,7 @@ def cache_bytes(source: Source, n_tokens: Sequence[int], device: torch.device, s
     dims = source.dims
     full = [dims.full_ranks] * dims.n_layers
     numbers = cached_numbers(source.blocks.layers, source.architecture, dims, full)["dense"]
-    itemsize = compute_dtype(device, own_dtype(source.config)).itemsize
+    itemsize = compute_dtype(device, source.config).itemsize
     room = free_gpu_memory_bytes(device) // CACHE_PART if device.type == "cuda" else CACHE_BYTES * spare
     sizes: list[int] = []
     for count in n_tokens:

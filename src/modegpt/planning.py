@@ -18,7 +18,7 @@ from .lending import lent
 from .models import compute_dtype
 from .own_text import LENGTHS, cache_bytes
 from .plots import require_matplotlib
-from .preparation import Source, cached_numbers, own_dtype, plain_text
+from .preparation import Source, cached_numbers, plain_text
 from .ranks import LayerSizes
 from .report import budget, protocol
 from .run import Progress
@@ -102,7 +102,7 @@ def estimate(
     architecture = source.architecture
     twice = solver_of("mlp", config).late and not (architecture.adds_mlp or architecture.whole_attention)
     n_passes = 2 + twice
-    dtype = compute_dtype(device, own_dtype(source.config))
+    dtype = compute_dtype(device, source.config)
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize

@@ -29,6 +29,7 @@ from .models import (
     open_model,
     open_tokenizer,
     outer_config,
+    own_dtype,
     read_generation_config,
 )
 from .packed import packing, plain
@@ -195,7 +196,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         said = text_part(whole)
         packed, config = packing(said), plain(said)
         architecture = architecture_of(config)
-        dtype = compute_dtype(device, getattr(config, "dtype", None) or torch.float32)
+        dtype = compute_dtype(device, config)
         folder = local_folder(name)
         opened = "it has no safetensors files" if folder is None else open_shards(folder, config, dtype, device, packed)
         if isinstance(opened, ShardBlocks) and folder is not None:
@@ -240,12 +241,6 @@ def run_fingerprint(
 def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
     """Return the dtype of the written weights."""
     return own_dtype(source.config) if config.dtype == "auto" else getattr(torch, config.dtype)
-
-
-def own_dtype(config: Any) -> torch.dtype:
-    """Return the dtype that a model's config says its weights have; float32 where it says none."""
-    own = getattr(config, "dtype", None) or torch.float32
-    return getattr(torch, own) if isinstance(own, str) else own  # saving a model leaves its config with the name
 
 
 def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:

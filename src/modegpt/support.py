@@ -13,7 +13,8 @@ from .architectures import ARCHITECTURES, Architecture, Dimensions, architecture
 from .config import NAMES
 from .errors import InputError
 from .modeling_modegpt import decoder_layers
-from .preparation import EXPERT_STEP, cached_numbers, layer_sizes, own_dtype
+from .models import own_dtype
+from .preparation import EXPERT_STEP, cached_numbers, layer_sizes
 from .ranks import LayerSizes, aligned
 from .shards import skeleton
 

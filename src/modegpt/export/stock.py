@@ -19,7 +19,7 @@ from ..checkpoint import assemble, check_output
 from ..decompose.psd import all_finite
 from ..errors import InputError, NumericalError
 from ..modeling_modegpt import auto_map, decoder_layers
-from ..models import has_tokenizer, open_config, open_model, open_tokenizer, save_tokenizer
+from ..models import has_tokenizer, open_config, open_model, open_tokenizer, own_dtype, save_tokenizer
 from ..packed import quantization
 from .appearing import appearing, writing
 from .widen import rest, widen_block
@@ -75,7 +75,7 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
     tokenizer = open_tokenizer(name) if has_tokenizer(name) else None
     with appearing(Path(out).resolve(), overwrite) as folder:
         # Nothing is computed: a processor that is slow in half precision does no harm.
-        stored = getattr(config, "dtype", None) or torch.float32
+        stored = own_dtype(config)
         model = open_model(name, stored if dtype == "auto" else getattr(torch, dtype))
         before, layers = model.num_parameters(), model.config.modegpt["layers"]
         stock = _stock(model, consume=True)
