@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 import modegpt
 from common import CALIBRATION, Opened, compressed, finished, model_name, opened, parser, save
-from modegpt.progress import ProgressBar
+from modegpt.progress_bar import ProgressBar
 from modegpt.scored import Scored
 from modegpt.zero_shot import PRESETS, TaskResult, open_tasks
 

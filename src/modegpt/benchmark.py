@@ -20,8 +20,7 @@ from .cache_name import CACHE
 from .costs import Costs, cache_bytes, costs_of
 from .errors import InputError
 from .models import device_of
-
-Progress = Callable[[str, int, int], None]
+from .progress import Progress
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from .architectures import Dimensions, architecture_of
 from .checks import compressed, family
 from .checks.subject import Subject, random_ids
 from .densify import in_float64
+from .progress import Progress
 from .tiny import random_model, tiny_config
 
 WINDOW = 64
@@ -33,7 +34,7 @@ def make_tiny(config: PreTrainedConfig) -> Any:
     return random_model(tiny_config(config, architecture_of(config)))
 
 
-def run_checks(dense: Any, sparsity: float, progress: Callable[[str, int, int], None] | None = None) -> list[Check]:
+def run_checks(dense: Any, sparsity: float, progress: Progress | None = None) -> list[Check]:
     """Compress a model and hold it against what must be true of every compressed model.
 
     A check that raises is a failed check: of a family in the making, the first ones to break tell the most.

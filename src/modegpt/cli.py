@@ -83,7 +83,7 @@ def compress(
     from .compress import compress_to_folder
     from .distributed import leave_team
     from .html_report import require_extra, write_report
-    from .progress import ProgressBar
+    from .progress_bar import ProgressBar
 
     if page:
         require_extra()
@@ -123,7 +123,7 @@ def plan(
     begin()
     from .allocation_units import score_parts
     from .planning import make_plan, plot_plan, require_plotting
-    from .progress import ProgressBar
+    from .progress_bar import ProgressBar
 
     if plot is not None:
         require_plotting()
@@ -243,7 +243,7 @@ def demo(
     check_json(json_file)
     begin()
     from .demo import run, tables
-    from .progress import ProgressBar
+    from .progress_bar import ProgressBar
 
     with ProgressBar("reading the model") as progress:
         result = run(out, overwrite, progress)

@@ -22,9 +22,9 @@ from .measures import Measures, Quality
 from .measuring import seen_text
 from .models import open_model, resolve_device
 from .preparation import dense_config_of, open_source, open_text, run_fingerprint
+from .progress import Progress
 from .report import protocol
 from .rows import Rows, check_call, shown
-from .run import Progress
 from .scored import Ranked, Scored
 
 METHODS = ("best", "paper", *BASELINES)

@@ -15,8 +15,9 @@ from .lending import lent
 from .models import resolve_device
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
 from .preparation import check_ids, layer_sizes, open_source, open_text, require_model, run_fingerprint
+from .progress import Progress
 from .report import Stopwatch
-from .run import Progress, Run
+from .run import Run
 
 
 def compress(

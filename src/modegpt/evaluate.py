@@ -1,6 +1,6 @@
 """Perplexity of a language model on a text."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .errors import InputError, NumericalError
 from .models import beyond_vocabulary, device_of
+from .progress import Progress
 
 LOGIT_BYTES = 2**30
 """Bound on the float32 logits of one batch."""
@@ -46,7 +47,7 @@ def perplexity(
     seq_len: int,
     max_windows: int | None = None,
     batch_size: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> PerplexityResult:
     """Measure `exp(−mean log p(token | the tokens before it in its window))`.
 

@@ -11,7 +11,7 @@ from .calibration import check_source
 from .errors import InputError
 from .local_tasks import is_local
 from .measuring import common_window, measure_texts, open_texts
-from .run import Progress
+from .progress import Progress
 from .zero_shot import evaluate_tasks, harness_version, open_tasks
 
 

@@ -11,8 +11,8 @@ from .calibration import begin_windows, check_source, load_text, start_token, to
 from .errors import InputError
 from .evaluate import check_window, perplexity
 from .models import has_tokenizer, open_config, open_model, open_tokenizer, resolve_device
+from .progress import Progress
 from .report import protocol
-from .run import Progress
 
 DEFAULT_WINDOW = 2048
 

@@ -19,9 +19,9 @@ from .models import compute_dtype
 from .own_text import LENGTHS, cache_bytes
 from .plots import require_matplotlib
 from .preparation import Source, cached_numbers, plain_text
+from .progress import Progress
 from .ranks import LayerSizes
 from .report import budget, protocol
-from .run import Progress
 from .surgery import solver_of
 
 NEEDS_TEXT = ("influence", "influence-blocks", "owl", "error")

@@ -29,15 +29,12 @@ from .modeling_modegpt import shrink_block
 from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
 from .preparation import Source, Text, output_dtype
+from .progress import Progress
 from .ranks import LayerSizes, aligned
 from .report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
 from .staged import BlockCompressor
 from .surgery import BlockOutcome, cut_modules, rounded_tensors
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage (`scores`, `coverage` or `compress`), the blocks that were run, and those to run in it (scores of
-the rule `error`: as `damage.work` counts them): first with 0, as the stage begins."""
 
 
 @dataclass

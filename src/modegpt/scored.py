@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from .compress import prepare
 from .config import CompressionConfig
 from .lending import lent
-from .run import Progress, Run
+from .progress import Progress
+from .run import Run
 
 
 class Ranked(NamedTuple):

@@ -29,9 +29,10 @@ from .measuring import seen_text
 from .models import open_model, resolve_device
 from .partial import PartialCheckpoint, finished_report
 from .preparation import Text, dense_config_of, open_text, run_fingerprint
+from .progress import Progress
 from .report import Stopwatch, machine, protocol
 from .rows import Rows, check_call, shown
-from .run import Progress, Run
+from .run import Run
 from .sweep_plots import draw
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)

@@ -3,7 +3,7 @@
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from .errors import InputError, MissingExtraError
 from .evaluate import evaluating
 from .local_tasks import LocalTask, is_local, read_task
 from .paired import Comparison, compare
+from .progress import Progress
 
 PRESETS = {
     "paper5": ("arc_easy", "arc_challenge", "piqa", "winogrande", "hellaswag"),
@@ -133,7 +134,7 @@ def evaluate_tasks(
     tasks: Sequence[str | Task],
     limit: int | None = None,
     batch_size: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> ZeroShotResult:
     """Measure zero-shot accuracy, with lm-eval's own requests and scoring.
 
@@ -164,7 +165,7 @@ def evaluate_tasks(
     return ZeroShotResult(results, _mean(results))
 
 
-def _run(harness: Any, task: Task, limit: int | None, progress: Callable[[str, int, int], None] | None) -> TaskResult:
+def _run(harness: Any, task: Task, limit: int | None, progress: Progress | None) -> TaskResult:
     from .harness import score
 
     if progress is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..architectures.access import affine
-from ..run import Progress
+from ..progress import Progress
 from .reduced import Reduced, reaches, unreachable
 from .units import by_group, costs, readers, remove
 from .walk import Walk, blocks_of, layer_parameters, reading

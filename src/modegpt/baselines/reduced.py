@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import InputError
-from ..run import Progress
+from ..progress import Progress
 
 
 class Reduced(NamedTuple):

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..importance import InfluenceMeter
-from ..run import Progress
+from ..progress import Progress
 from .layers import fewest, without
 from .reduced import Reduced
 from .walk import Walk, layer_parameters

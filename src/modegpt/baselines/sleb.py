@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..run import Progress
+from ..progress import Progress
 from .layers import fewest, without
 from .reduced import Reduced
 from .walk import Walk, layer_parameters

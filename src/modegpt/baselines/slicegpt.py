@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..architectures import Architecture
 from ..architectures.access import affine
 from ..decompose import psd
-from ..run import Progress
+from ..progress import Progress
 from .reduced import Reduced, reaches, unreachable
 from .walk import Walk, layer_parameters, not_plain
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from ..architectures.access import Affine, BlockWeights, Layout
 from ..decompose import psd
 from ..modeling_modegpt import ROLES
-from ..run import Progress
+from ..progress import Progress
 from .reduced import Reduced, reaches, unreachable
 from .walk import Walk, blocks_of, layer_parameters, reading
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..architectures.access import affine
-from ..run import Progress
+from ..progress import Progress
 from .reduced import Reduced, unreachable
 from .units import Costs, by_group, costs, n_groups, readers, remove
 from .walk import Walk, layer_parameters, reading

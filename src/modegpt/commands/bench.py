@@ -41,7 +41,7 @@ def bench(
     from ..benchmark import PRESETS, BenchSettings, benchmark, check_settings
     from ..costs import file_bytes
     from ..models import open_config, open_model, resolve_device
-    from ..progress import ProgressBar
+    from ..progress_bar import ProgressBar
     from ..report import protocol
 
     if preset is not None:

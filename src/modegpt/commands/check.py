@@ -29,7 +29,7 @@ def check(
     from ..checking import Check, make_tiny, run_checks
     from ..models import open_model, outer_config
     from ..packed import packing, plain
-    from ..progress import ProgressBar
+    from ..progress_bar import ProgressBar
     from ..report import protocol
     from ..support import facts, supported
     from ..text_part import about_text_part, text_part

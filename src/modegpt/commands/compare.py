@@ -42,7 +42,7 @@ def compare(
         _check_plot(plot, bool(data) or not tasks)
     begin()
     from ..compare import compare as run_comparison
-    from ..progress import ProgressBar
+    from ..progress_bar import ProgressBar
 
     asked = measures(data, tasks, limit, eval_seq_len, max_windows)
     with ProgressBar("reading model and text") as progress:

@@ -1,6 +1,6 @@
 """`modegpt eval`: how good dense and compressed models are, one alone or several side by side."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import typer
@@ -22,6 +22,7 @@ from ..cli_support import (
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 from ..plots import labels
+from ..progress import Progress
 
 DEFAULT_DATA = "wikitext2"
 
@@ -62,7 +63,7 @@ def evaluate(
     from ..inspection import calibrated_on
     from ..measuring import common_window, open_texts, seen_text
     from ..models import open_model, open_tokenizer, outer_config, resolve_device
-    from ..progress import ProgressBar
+    from ..progress_bar import ProgressBar
     from ..report import protocol
     from ..text_part import about_text_part, text_part
     from ..zero_shot import harness_version, open_tasks
@@ -145,7 +146,7 @@ def _over(accuracies: Any, first: Any) -> dict[str, Any]:
     return {"tasks": {task: part._asdict() for task, part in found.tasks.items()}, "mean": found.mean._asdict()}
 
 
-def _titled(progress: Callable[[str, int, int], None], label: str) -> Callable[[str, int, int], None]:
+def _titled(progress: Progress, label: str) -> Progress:
     return lambda stage, done, total: progress(f"{label}: {stage}", done, total)
 
 

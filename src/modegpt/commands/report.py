@@ -47,7 +47,7 @@ def report(
     samples: list[dict[str, Any]] = []
     if data or prompt:
         from ..measuring import measure
-        from ..progress import ProgressBar
+        from ..progress_bar import ProgressBar
 
         if against is None and run["model"] == IN_MEMORY:
             raise InputError("the dense model of this run was in memory; name one with --against")

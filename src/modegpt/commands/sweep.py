@@ -37,7 +37,7 @@ def sweep(
     begin()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from ..progress import ProgressBar
+    from ..progress_bar import ProgressBar
     from ..sweep import sweep as run_sweep
 
     asked = measures(data, tasks, limit, eval_seq_len, max_windows, rounds)

@@ -4,15 +4,15 @@ import itertools
 
 import pytest
 
-from modegpt import progress
-from modegpt.progress import ProgressBar
+from modegpt import progress_bar
+from modegpt.progress_bar import ProgressBar
 
 
 def test_the_time_left_counts_a_stage_from_where_it_said_that_it_begins(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     ticks = itertools.count(0, 20)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr(progress_bar.time, "monotonic", lambda: float(next(ticks)))
     with ProgressBar() as bar:  # at 0 s
         bar("coverage", 0, 4)  # 20 s: what came before was reading
         bar("coverage", 1, 4)  # 40 s: one in 20 s, three are left
