@@ -49,6 +49,7 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "shared_intermediate_size": D_INT // 2,
         architecture.width: D_INT // 2 if architecture.experts else D_INT,
         "head_dim": d_head,
+        "rotary_dim": d_head // 2,
         "qk_rope_head_dim": d_head,
         "word_embed_proj_dim": 32,
         "linear_num_key_heads": 2,

@@ -34,6 +34,8 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -332,6 +334,9 @@ FAMILIES = [
     Family("phi3", lambda: Phi3Config(**SIZES, **GROUPED, sliding_window=WINDOW)),
     Family("phi3-partial", lambda: Phi3Config(**SIZES, **GROUPED, rope_parameters=HALF_ROTARY)),
     Family("gpt2", lambda: GPT2Config(**NO_WIDTH, scale_attn_by_inverse_layer_idx=True)),
+    Family("gpt_bigcode", lambda: GPTBigCodeConfig(**NO_WIDTH)),
+    Family("gpt_bigcode-heads", lambda: GPTBigCodeConfig(**NO_WIDTH, multi_query=False, scale_attn_weights=False)),
+    Family("gptj", lambda: GPTJConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo")),
     Family("gpt_neox", lambda: GPTNeoXConfig(**SIZES, rope_parameters=HALF_ROTARY)),
     Family(
         "gpt_neox-sequential",

@@ -72,7 +72,8 @@ def order(subject: Subject) -> tuple[str, str]:
     plain, silenced = heard(), {"attention": heard(attention)}
     silenced["the MLP"] = heard([block.get_submodule(architecture.experts or architecture.down)])
     if architecture.whole_attention and not _all_mixing_is_named(subject):
-        return "failed", f"`middle` ({architecture.middle}) depends on more than what is named: see mixers, middle"
+        place = "a block's sum" if architecture.parallel else f"`middle` ({architecture.middle})"
+        return "failed", f"{place} depends on more than what is named: see mixers, middle"
     for source, inputs in silenced.items():
         for name, place in inputs.items():
             expected = source == "attention" and not architecture.parallel
@@ -88,15 +89,30 @@ def order(subject: Subject) -> tuple[str, str]:
 
 
 def _all_mixing_is_named(subject: Subject) -> bool:
-    """Whether the residual stream comes to the middle of every block as it is, when all that mixes tokens is silent."""
-    seen: list[Tensor] = []
-    hooks: list[RemovableHandle] = []
-    for block in decoder_layers(subject.dense, subject.architecture.describe()):
-        hooks += [module.register_forward_hook(_silence) for module, _as_pair in subject.architecture.mixing(block)]
-        for place in (block, subject.architecture.middle_module(block)):
-            hooks.append(place.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].clone())))
+    """Whether the residual stream comes to the middle of every block as it is, when all that mixes tokens is silent.
+
+    To its end, where attention and MLP are parallel: the MLPs are silent then, too.
+    """
+    architecture, seen, hooks = subject.architecture, list[Tensor](), list[RemovableHandle]()
+
+    def silence(module: nn.Module) -> None:
+        hooks.append(module.register_forward_hook(_silence))
+
+    def note(states: Any) -> None:
+        seen.append((states[0] if isinstance(states, tuple) else states).clone())
+
+    for block in decoder_layers(subject.dense, architecture.describe()):
+        for module, _as_pair in architecture.mixing(block):
+            silence(module)
+        hooks.append(block.register_forward_pre_hook(lambda _module, inputs: note(inputs)))
+        if architecture.parallel:
+            silence(block.get_submodule(architecture.experts or architecture.down))
+            hooks.append(block.register_forward_hook(lambda _module, _inputs, output: note(output)))
+        else:
+            middle = architecture.middle_module(block)
+            hooks.append(middle.register_forward_pre_hook(lambda _module, inputs: note(inputs)))
     run_hooked(subject, hooks)
-    return all(torch.equal(before, middle) for before, middle in zip(seen[::2], seen[1::2], strict=True))
+    return all(torch.equal(before, after) for before, after in zip(seen[::2], seen[1::2], strict=True))
 
 
 @torch.no_grad()

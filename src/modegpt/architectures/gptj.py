@@ -1,0 +1,17 @@
+"""GPT-J."""
+
+from .spec import Architecture
+
+GPTJ = Architecture(
+    model_type="gptj",
+    name="GPTJ",
+    layers="h",
+    attention="attn",
+    whole_attention=True,
+    output="out_proj",
+    up=("mlp.fc_in",),
+    down="mlp.fc_out",
+    parallel=True,
+    width="n_inner",
+    notes="GPT-J 6B; the MLPs alone, as sines and cosines come in an order of their own; parallel blocks",
+)
