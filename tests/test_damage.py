@@ -147,6 +147,34 @@ def test_damages_are_divergences_on_windows_that_the_solver_has_not_seen(solver)
         assert expected > 1e-3
 
 
+def test_damages_are_read_at_the_ranks_at_which_they_were_measured(monkeypatch: pytest.MonkeyPatch):
+    """Widths in 16 bits go in steps of 8, so the trial keeps 728 of 1032 neurons and not 723."""
+    dense = LlamaForCausalLM(
+        LlamaConfig(hidden_size=16, intermediate_size=1032, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    )
+    windows = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def spy(name: str):
+        call = getattr(modegpt.run, name)
+
+        def spied(*arguments, **named):
+            seen.append((name, [size.step for size in arguments[1]]))
+            return call(*arguments, **named)
+
+        monkeypatch.setattr(modegpt.run, name, spied)
+
+    spy("measure_damages")
+    settings = CompressionConfig(dtype="bfloat16", sparsity=0.3, allocation="error", solver="paper", modules=("mlp",))
+    run = prepare(dense, windows, settings, None, None)
+    scores = run.scores()
+    spy("allocate")
+    run.allocate(scores)
+    assert [name for name, _steps in seen] == ["measure_damages", "allocate"]
+    assert seen[0][1] == seen[1][1]
+    assert trial_rank(1032, seen[0][1][0]["mlp"]) == 728
+
+
 @pytest.mark.parametrize("change", [1e-3, 0.03, 1.0, 40.0])
 def test_a_divergence_in_float32_is_the_one_in_float64(change):
     generator = torch.Generator().manual_seed(0)

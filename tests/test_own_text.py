@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from conformance.families import FAMILIES, Family
 from modegpt import CompressionConfig, NumericalError
 from modegpt.blocks import Calibration
 from modegpt.compress import compress_to_folder, prepare
+from modegpt.distributed import Team
 from modegpt.hidden_states import HiddenStates
-from modegpt.own_text import CACHE_BYTES, LENGTHS, beginning, cache_bytes, sample
+from modegpt.own_text import CACHE_BYTES, LENGTHS, Draft, Writer, beginning, cache_bytes, sample
 from modegpt.run import Run
 
 CPU = torch.device("cpu")
@@ -126,6 +128,33 @@ def test_the_seed_decides_and_the_global_state_is_left_alone():
 def test_batches_decide_nothing():
     dense = FAMILIES[0].dense()
     assert torch.equal(written(dense, coverage=1.0, batch_size=3), written(dense, coverage=1.0))
+
+
+class Alone(Team):
+    """One of several processes, whose share nobody adds to the others'."""
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+class Copyist(Writer):
+    """Writes what the uniform numbers say, and asks no model."""
+
+    def _write(self, drafts: Sequence[Draft]) -> None:
+        for draft in drafts:
+            for step in range(1, draft.length):
+                draft.add(step, (1000 * draft.uniforms[:, step]).long())
+
+
+@pytest.mark.parametrize("seq_len", [16, 64])  # one and two rows of 16 tokens for one and four processes and eight
+@pytest.mark.parametrize("size", [4, 8])
+def test_processes_decide_nothing_even_where_some_have_nothing_to_write(size: int, seq_len: int):
+    def share(rank: int, size: int) -> Tensor:
+        team = Alone(rank, size)
+        writer = Copyist(None, 1, None, None, team, CPU, lambda run, to_run: None)  # type: ignore[arg-type]
+        return writer.windows(2, seq_len, None, 1000, seed=0)
+
+    assert torch.equal(torch.stack([share(rank, size) for rank in range(size)]).sum(0), share(0, 1))
 
 
 def seen_by_embed(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -376,6 +376,25 @@ def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(famil
     assert same != (family in ADDING)
 
 
+SUMLESS = [family for family in WITH_MLP if family.architecture.roles and not family.architecture.adds_mlp]
+
+
+@by_name(SUMLESS)
+def test_without_a_sum_too_the_mlp_is_measured_behind_what_is_written(family: Family, monkeypatch):
+    seen, measure = [], BlockCompressor._measure
+
+    def spy(self, block, index, calibration, modules, *rest):
+        if "mlp" in modules:
+            weight = family.architecture.projection(block, "output").weight
+            seen.append(torch.equal(weight, weight.bfloat16().float()))
+        return measure(self, block, index, calibration, modules, *rest)
+
+    monkeypatch.setattr(BlockCompressor, "_measure", spy)
+    modegpt.compress(family.dense(), tokens(rows=5, length=20), CompressionConfig(dtype="bfloat16"))
+    assert len(seen) == family.dims.n_layers
+    assert all(seen)
+
+
 @by_name([BY_NAME["llama-grouped"], BY_NAME["falcon"]])
 def test_a_block_left_whole_is_not_measured(family: Family):
     source, calibration = opened(family)

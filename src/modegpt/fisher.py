@@ -221,8 +221,8 @@ def _grouped(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
 def fisher_noise(logits: Tensor, seed: int) -> Tensor:
     """Return random `u = √p ∘ ε − p (√pᵀε)` for each row, of mean 0 and covariance `diag p − p pᵀ`, `p = softmax`.
 
-    So `Jᵀu` has the covariance `JᵀF J` of a gradient of `log p_v` with `v` drawn from `p`, and lighter tails. Cost: one
-    Gaussian number a logit.
+    So `Jᵀu` has the covariance `F = Jᵀ(diag p − p pᵀ)J` of a gradient of `log p_v` with `v` drawn from `p`, and lighter
+    tails. Cost: one Gaussian number a logit.
 
     Args:
         logits: `(rows, vocab)` float32.

@@ -118,8 +118,11 @@ class Writer:
         begun = []
         for place, length in enumerate(LENGTHS[:count]):
             windows = text[place :: len(LENGTHS), seq_len - own :]
-            rows = max(self._team.size, -(-windows.numel() // length))
-            uniforms = torch.rand(rows, length, generator=generator, dtype=torch.float64)
+            uniforms = torch.rand(-(-windows.numel() // length), length, generator=generator, dtype=torch.float64)
+            # What is drawn does not depend on the processes, of which each has something to write.
+            idle = max(0, self._team.size - len(uniforms))
+            uniforms = torch.cat((uniforms, uniforms[-1:].expand(idle, -1)))
+            rows = len(uniforms)
             begun.append((windows, rows, Draft(self._team.share(uniforms), start, vocab_size)))
         self._write([draft for _windows, _rows, draft in begun])
         for windows, rows, draft in begun:

@@ -61,6 +61,13 @@ class Run:
         return Embedding(self.source, self.config, seq_len, self.device, self.team, self.watch, self.spill)
 
     @property
+    def _allotted(self) -> list[LayerSizes]:
+        """Sizes in the steps in which ranks are allotted, unless they are given."""
+        if self.config.round_to is None and self.config.plan is None:
+            return aligned(self.sizes, self.out_dtype.itemsize)
+        return self.sizes
+
+    @property
     def out_dtype(self) -> torch.dtype:
         """The dtype of the written weights."""
         return output_dtype(self.config, self.source)
@@ -178,14 +185,13 @@ class Run:
             held = torch.cat((held, self._written(len(held), held.shape[1], self.config.seed + 1)))
         if coverage is not None:
             seen = torch.cat((seen, coverage))
-        n_streams = sum(len(trial_ranks(size, self.config)) for size in self.sizes) + 2  # each trial's, and these two
+        sizes = self._allotted
+        n_streams = sum(len(trial_ranks(size, self.config)) for size in sizes) + 2  # each trial's, and these two
         calibration = self.embedding.shared(seen, n_streams)
         trial = self.embedding.embed(held, n_streams)
         tell = functools.partial(self._tell, "scores")
         with self.watch.stage("scores"):
-            return measure_damages(
-                self.source, self.sizes, self.config, self.team, self.device, calibration, trial, tell
-            )
+            return measure_damages(self.source, sizes, self.config, self.team, self.device, calibration, trial, tell)
 
     def coverage(self) -> Tensor | None:
         """Return windows to calibrate on beside the text, which the model writes; None where none are asked for."""
@@ -206,12 +212,10 @@ class Run:
 
     def allocate(self, scores: Tensor | list[list[float]] | None) -> Allocation:
         """Turn scores into ranks under the budget."""
-        config, sizes = self.config, self.sizes
-        if config.round_to is None and config.plan is None:
-            sizes = aligned(sizes, self.out_dtype.itemsize)
+        config = self.config
         return allocate(
             config.allocation,
-            sizes,
+            self._allotted,
             config.sparsity,
             config.modules,
             scores=scores,

@@ -88,11 +88,11 @@ class BlockCompressor:
         outcome, middle = None, None
         architecture, dims = self.source.architecture, self.source.dims
         for modules in stages(ranks, architecture, dims, self.config) or [()]:
-            if outcome is not None and architecture.adds_mlp:
+            if outcome is not None:
                 # All but the MLP is final: what follows it must be what the written weights give.
                 mlp = (*architecture.up, architecture.down, architecture.experts)
                 round_weights(block, architecture, output_dtype(self.config, self.source), besides=mlp)
-                middle = Middle()
+                middle = Middle() if architecture.adds_mlp else None
             moments = blank_moments(modules, block, architecture, dims, self.config, self.device)
             with self.watch.stage("moments"):
                 self._measure(block, index, calibration, modules, moments, middle)

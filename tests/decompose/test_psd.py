@@ -139,6 +139,22 @@ def test_solve_gives_zeros_to_dead_rows_and_counts_them():
     torch.testing.assert_close(x[alive], psd.solve(matrix[alive][:, alive], rhs[alive]).x, **GAUSSIAN_TOLERANCE)
 
 
+def test_a_dead_row_costs_the_others_nothing():
+    """Left to a pseudo-inverse in float32, this one would lose every direction but that of the mean."""
+    width, ridge = 400, 0.01
+    states = 1 + 0.05 * normal(9, 4 * width, width)
+    matrix, rhs = (states.T @ states).float(), normal(10, width, 2).float()
+    matrix.diagonal().mul_(1 + ridge)
+    expected = psd.solve(matrix, rhs).x
+    framed = torch.zeros(width + 1, width + 1)
+    framed[:width, :width] = matrix
+    x, rank = psd.solve(framed, torch.cat((rhs, torch.ones(1, 2))))
+    assert rank == width
+    assert torch.equal(x[width], torch.zeros(2))
+    # The condition of the scaled matrix is at most (n + λ)/λ, and eps of float32 is 2⁻²³: 5e-3 in all.
+    torch.testing.assert_close(x[:width], expected, rtol=0, atol=5e-3 * expected.abs().max().item())
+
+
 def test_solve_of_zero_is_zero():
     x, rank = psd.solve(torch.zeros(3, 3, dtype=torch.float64), torch.ones(3, 2, dtype=torch.float64))
     assert rank == 0

@@ -49,8 +49,9 @@ def context_svd(
        `B̄` block-diagonal and `D = diag(B̄ᵀCB̄)`: heads make up for each other. At `λ = 0` no output projection has a
        smaller error for these bases; a larger `λ` keeps it nearer to the original weights.
 
-    At full rank the result equals the original pair. Cost: about `18·n_heads·d_head³` for the bases and, with
-    `n = n_heads·d_head` and `k = n_heads·rank`, `k³/3 + (2n² + 4k²)·d_model` for the refit.
+    At full rank the result equals the original pair. Cost: about `18·n_heads·d_head³` for the bases,
+    in groups the rounds of `alternate` besides, and `k³/3 + (2n² + 4k²)·d_model` for the refit, with
+    `n = n_heads·d_head` and `k = n_heads·rank`.
 
     Args:
         moment: `(n_heads·d_head, n_heads·d_head)` second moment `C = Σ u uᵀ` of the input of the output projection,

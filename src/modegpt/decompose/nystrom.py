@@ -133,7 +133,7 @@ def nystrom(moment: Tensor, down: Tensor, rank: int, ridge: float = 1.0) -> Nyst
     """Compress an MLP to `rank` neurons: the top ridge leverage scores, then the least-squares refit (Algorithm 1).
 
     For the kept set the refit is optimal: no `(d_model, rank)` matrix has a smaller error. Ties are broken
-    by the lower index. Cost: about `d_int³ + rank³/3 + 2·d_int·rank·d_model` operations.
+    by the lower index. Cost: about `2·d_int³/3 + rank³/3 + 2·d_int·rank·d_model` operations.
 
     Args:
         moment: `(d_int, d_int)` second moment `C = Σ z zᵀ`, symmetric positive semidefinite, float64.

@@ -1,4 +1,4 @@
-"""Positive semidefinite matrices: the only home of tolerances, jitter, Cholesky and pseudo-inverse.
+"""Positive semidefinite matrices: the home of Cholesky, jitter, pseudo-inverse, and of what counts as singular.
 
 All functions work in the dtype of their input: float64, or float32 where a caller says why that is enough.
 """
@@ -63,7 +63,7 @@ def symmetrize(matrix: Tensor) -> Tensor:
 def cholesky(matrix: Tensor, shift: float | Tensor = 0.0) -> Factor:
     """Factor a positive definite matrix as `A + diag(shift) = L Lᵀ`, adding jitter to the diagonal only if it must.
 
-    The jitter starts at `n·eps` of each diagonal entry and grows tenfold; it is reported, never silent. Only the
+    The jitter starts at `n·eps` of each diagonal entry and grows tenfold; the factor says how much it was. Only the
     lower triangle of the `(n, n)` matrix is read. Memory: one working copy beside the factor.
 
     Raises:
@@ -105,13 +105,16 @@ def solve(matrix: Tensor, rhs: Tensor) -> Solution:
     `A` is first scaled to unit diagonal (`D⁻¹ A D⁻¹`, `D = diag(A)^½`), which makes neurons of very different
     size comparable. If its Cholesky pivots all exceed `√(n·eps)`, the triangular solves give `A⁻¹B` in `n³/3 + 2n²m`
     operations. Otherwise the scaled matrix may be singular and its pseudo-inverse is taken through an
-    eigendecomposition (about `9n³`); the minimum norm is then that of `D X`. Rows of zero diagonal get zeros.
+    eigendecomposition (about `9n³`); the minimum norm is then that of `D X`. Rows of zero diagonal get zeros, and leave
+    the others to the triangular solves.
     """
     require_finite(matrix, "the matrix")
     scale, scaled = _unit_diagonal(matrix)
     lower = _sound_factor(scaled)
     if lower is not None:
-        return Solution(scale[:, None] * torch.cholesky_solve(scale[:, None] * rhs, lower), len(matrix))
+        found = torch.cholesky_solve(scale[:, None] * rhs, lower)
+        return Solution(scale[:, None] * found, int(scale.count_nonzero()))
+    scaled.diagonal().mul_(scale > 0)
     values, vectors = torch.linalg.eigh(scaled)
     keep = values > tolerance(matrix) * values[-1].clamp_min(0)
     inverse = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
@@ -135,10 +138,15 @@ def inverse(matrix: Tensor) -> Tensor:
 
 
 def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `diag(A)^-½`, 0 where that is 0, and `A` scaled by it on both sides."""
+    """Return `diag(A)^-½`, 0 where that is 0, and `A` scaled by it on both sides, with 1 in these places, too.
+
+    So one dead neuron does not make the whole of it singular; what is solved for it is 0 by its scale.
+    """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal.clamp_min(0).rsqrt(), 0)
-    return scale, (scale[..., :, None] * matrix).mul_(scale[..., None, :])
+    scaled = (scale[..., :, None] * matrix).mul_(scale[..., None, :])
+    scaled.diagonal(dim1=-2, dim2=-1).add_(scale == 0)
+    return scale, scaled
 
 
 def _sound_factor(scaled: Tensor) -> Tensor | None:
