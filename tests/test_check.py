@@ -105,6 +105,13 @@ def test_normalised_queries_and_keys_stay_whole_and_it_says_why(tmp_path: Path):
     assert "1 to 16 coordinates" in lines["value-output ranks"]["meaning"]
 
 
+def test_a_sparsity_at_which_nothing_goes_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(CHECKS, "fresh process")
+    result = check(folder_of(LlamaConfig(**SIZES), tmp_path), "--sparsity", 0, "--json", "-")
+    assert result.exit_code == 0, result.output
+    assert told(result)["zeroed coordinates"]["result"] == "skipped"
+
+
 def test_an_attention_of_another_kind_stays_whole_and_it_says_which(tmp_path: Path):
     """Of Qwen 3.5 the MLPs alone are cut, and the cache is that of its layers with attention."""
     config = Qwen3_5TextConfig(num_hidden_layers=8, num_key_value_heads=4, head_dim=256)

@@ -25,7 +25,8 @@ from typer.testing import CliRunner, Result
 from modegpt import MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
-from modegpt.cli_support import OneLineErrors, mixed_dtypes
+from modegpt.cli_support import OneLineErrors, emit, mixed_dtypes
+from modegpt.commands.bench import _tables as bench_tables
 from modegpt.commands.evaluate import _marked, _warnings
 from modegpt.config import CompressionConfig
 from modegpt.demo import model_file, tables
@@ -452,6 +453,63 @@ def test_eval_refuses_a_text_shorter_than_a_window(unloadable: Path, tmp_path: P
 )
 def test_generate_refuses(options: list[object], words: list[str], unloadable: Path):
     assert_refused(modegpt("generate", unloadable, *options), *words)
+
+
+def test_a_template_that_refuses_a_prompt_is_one_line(unloadable: Path, tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(unloadable, folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('a system prompt is needed') }}")
+    assert_refused(modegpt("generate", folder, "--prompt", "a", "--chat"), "a system prompt is needed", "--chat")
+
+
+def test_a_prompt_of_unknown_tokens_is_refused(unloadable: Path, tmp_path: Path):
+    folder = tmp_path / "model"
+    shutil.copytree(unloadable, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 4}))
+    assert_refused(modegpt("generate", folder, "--prompt", "a list"), "the model has 4 of them", "tokenizer")
+
+
+def test_eval_knows_the_calibration_text_from_elsewhere(
+    tiny_llama_dir: Path, small_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "cal.txt").write_text(small_text)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "cal.txt").write_text(small_text[::-1])
+    monkeypatch.chdir(tmp_path)
+    asked = ["compress", tiny_llama_dir, "--out", "out", "--calibration", "cal.txt", *SMALL, "--solver", "paper"]
+    assert modegpt(*asked).exit_code == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert report["calibration"]["data"] == "cal.txt"
+    monkeypatch.chdir(elsewhere)
+    for data, warned in (("../cal.txt", True), ("cal.txt", False)):
+        result = modegpt("eval", "../out", "--data", data, "--max-windows", 1)
+        assert ("is the text that the model is calibrated on" in result.stdout) == warned
+
+
+def test_resume_names_what_differs_and_sees_that_weights_are_gone(
+    run: tuple[Path, Result], tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    out = tmp_path / "out"
+    shutil.copytree(run[0], out)
+    again = ["compress", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *SMALL, "--resume"]
+    assert modegpt(*again, "--sparsity", 0.25).exit_code == 0
+    assert_refused(modegpt(*again, "--sparsity", 0.5), "setting sparsity is 0.25, and 0.5", "--overwrite")
+    (out / "model.safetensors").unlink()
+    assert_refused(modegpt(*again, "--sparsity", 0.25), "exists", "--overwrite")
+
+
+def test_json_has_no_infinity(capsys: pytest.CaptureFixture):
+    emit({"a": [math.inf, {"b": math.nan}], "c": 1.5}, "-")
+    assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": [None, {"b": None}], "c": 1.5}
+
+
+def test_names_in_brackets_are_shown_as_they_are():
+    about = {"name": "x[/b]", "parameters": 1, "parameters_per_token": 1, "file_bytes": None, "kv_bytes_per_token": 1}
+    screen = Console(file=io.StringIO(), width=200)
+    screen.print(bench_tables({"a": about}, [])[0])
+    assert "x[/b]" in screen.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_info_refuses_what_is_no_compressed_checkpoint(run: tuple[Path, Result], tiny_llama_dir: Path, tmp_path: Path):

@@ -90,6 +90,19 @@ def test_our_row_is_what_compress_gives(
         )
 
 
+def test_what_is_asked_of_best_is_not_asked_of_paper(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    call = ["compare", tiny_llama_dir, "--sparsity", 0.25, "--methods", "paper,best", "--calibration", small_text_file]
+    call += ["--samples", 4, "--seq-len", 32, "--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 2]
+    found = {}
+    for name, settings in (("plain", []), ("asked", ["--feedback", "--coverage", 0.5, "--rarity", 0.5])):
+        result = modegpt(*call, *settings, "--out", tmp_path / name, "--json", "-")
+        assert result.exit_code == 0, result.output
+        for row in json.loads(result.stdout)["rows"]:
+            found[name, row["method"]] = row["perplexity"][0]["perplexity"]
+    assert found["plain", "paper"] == found["asked", "paper"]
+    assert found["plain", "best"] != found["asked", "best"]
+
+
 def test_rows_that_are_done_are_kept(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
     told: list[str] = []
     call = (tiny_llama_dir, small_text_file, tmp_path / "out")
@@ -157,6 +170,8 @@ def test_a_method_says_how_much_it_can_remove(method: str, tiny_llama_dir: Path,
         (["--plot", "plot.png"], "give a file name that ends in .svg"),
         (["--plot", "{folder}"], "is a folder"),
         (["--plot", "plot.svg", "--tasks", "arc_easy"], "add --data"),
+        (["--limit", "3"], "--limit is for the samples of --tasks"),
+        (["--tasks", "arc_easy", "--eval-seq-len", "64"], "--eval-seq-len and --max-windows are for --data"),
         (["--out", "{file}"], "is a file; give a folder name"),
         (["--out", "{folder}"], "holds something that is no comparison"),
     ],

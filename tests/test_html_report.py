@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from modegpt import plots
 from modegpt.cli import app
 from modegpt.html_report import Names, write_report
+from modegpt.report_sections import change
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -233,9 +234,14 @@ def test_wrong_calls_are_refused(run: Path, tiny_llama_dir: Path, tmp_path: Path
     refused(modegpt("report", run, "--bench", run / "report.json"), "report.json", "modegpt bench --json")
     refused(modegpt("report", run, "--eval", run / "report.json"), "report.json", "modegpt eval --json")
     refused(modegpt("report", run, "--prompt", ""), "empty")
+    refused(modegpt("report", run, "--prompt", "a", "--max-new-tokens", 512), "512 positions")
+    refused(modegpt("report", run, "--seq-len", 64), "--seq-len and --max-windows are for --data")
     refused(modegpt("report", run, "--data", "python-docs", "--seq-len", 513), "513", "512")
     folder = tmp_path / "bare"
     shutil.copytree(run, folder)
+    report = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps(report | {"model": str(tmp_path / "gone")}))
+    refused(modegpt("report", folder, "--prompt", "a"), "gone", "--against")
     (folder / "report.json").unlink()
     refused(modegpt("report", folder), "report.json", "modegpt compress")
     (folder / "report.json").write_text("{}")
@@ -276,6 +282,11 @@ def test_a_browser_opens_the_page_without_a_complaint(run: Path, tmp_path: Path)
     broken.write_text("<h1>broken</h1><script>missing()</script>")
     assert complaints(broken)  # so a complaint would be seen
     assert complaints(run / "report.html") == []
+
+
+def test_of_nothing_there_is_no_change():
+    """A hybrid model without attention layers has no key-value cache."""
+    assert (change(0, 0), change(8, 6)) == ("", "-25.0 %")
 
 
 def test_models_of_one_name_are_told_apart():

@@ -244,6 +244,19 @@ def test_a_context_too_long_is_cut_and_counted(
         evaluate_tasks(networks["dense"], tokenizer, [answer])
 
 
+def test_a_few_answers_may_begin_with_a_space(tmp_path: Path):
+    write(tmp_path / "t.jsonl", [{"context": "a", "continuation": text} for text in ("b", " c", "d")])
+    assert len(open_tasks([str(tmp_path / "t.jsonl")])) == 1
+
+
+def test_tokens_outside_the_vocabulary_are_an_error(tiny_llama_dir: Path, tokenizer: Any, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.resize_token_embeddings(8)
+    file = write(tmp_path / "t.jsonl", [{"context": "a list", "continuation": "is mutable"}])
+    with pytest.raises(InputError, match="the model has 8 of them"):
+        evaluate_tasks(model, tokenizer, [file])
+
+
 def test_nan_is_an_error(tiny_llama_dir: Path, tokenizer: Any, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = math.nan
@@ -288,6 +301,8 @@ def test_malformed_lines_are_told_by_number(case: str, tmp_path: Path):
         (b'{"contexts": ["a"], "continuation": "b", "gold": 0}\n', ["line 1", "'contexts'", "at least two"]),
         (b'{"context": "a", "continuation": ""}\n', ["line 1", "'continuation'"]),
         (b'\xff\xfe{"a": 1}', ["UTF-8"]),
+        (b'{"context": "a", "continuation": " b"}\n', ["begin with a space", "leave it out"]),
+        (b'{"query": "a", "choices": ["b", " c"], "gold": 0}\n', ["begin with a space"]),
     ],
 )
 def test_unusable_files_are_told(content: bytes, words: list[str], tmp_path: Path):

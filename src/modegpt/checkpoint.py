@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -104,12 +105,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def json_text(data: Any) -> str:
+    """Return JSON of some values; null for a number that is infinite or NaN, of which JSON has none."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(data), indent=2, allow_nan=False)
+
+
 def write_json(data: dict[str, Any], path: str | Path) -> None:
     """Write JSON through a temporary file beside `path`, so that a reader never sees half of it.
 
     A pipe, a device, or what a link points to is not replaced: it is written where it is.
     """
-    path, text = Path(path), json.dumps(data, indent=2) + "\n"
+    path, text = Path(path), json_text(data) + "\n"
     if path.is_symlink() or (path.exists() and not path.is_file()):
         path.write_text(text, encoding="utf-8")
         return

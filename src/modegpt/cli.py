@@ -20,8 +20,6 @@ from .cli_support import (
     console,
     dtype_name,
     emit,
-    encode,
-    positions,
 )
 from .commands.bench import bench
 from .commands.check import check
@@ -174,24 +172,18 @@ def generate(
     if temperature and not 1e-3 <= temperature < float("inf"):
         raise InputError(f"temperature {temperature} is neither 0 nor a number from 0.001 up")
     check_seed(seed)
-    if not prompt:
-        raise InputError("the prompt is empty; give some text to continue")
     check_json(json_file)
     begin()
     import torch
 
     from .models import open_config, open_model, open_tokenizer, resolve_device
+    from .prompts import encode
     from .report import protocol
 
-    target, limit = resolve_device(device), positions(open_config(model))
+    target, network_config = resolve_device(device), open_config(model)
     tokenizer = open_tokenizer(model)
-    inputs = encode(tokenizer, prompt, chat).to(target)
+    inputs = encode(tokenizer, prompt, network_config, max_new_tokens, chat).to(target)
     n_prompt = inputs["input_ids"].shape[1]
-    if n_prompt + max_new_tokens > limit:
-        raise InputError(
-            f"{n_prompt} tokens of prompt and {max_new_tokens} new ones exceed the model's {limit} positions; "
-            "give a smaller --max-new-tokens or a shorter prompt"
-        )
     network = open_model(model, dtype, target)
     torch.manual_seed(seed)
     how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

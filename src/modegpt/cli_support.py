@@ -1,6 +1,5 @@
 """What every command shares: one line for an error, one place for JSON, the checks before the work."""
 
-import json
 import os
 import signal
 import sys
@@ -160,11 +159,13 @@ def check_plot(file: Path, endings: tuple[str, ...]) -> None:
 
 def emit(data: dict[str, Any], file: str | None) -> None:
     """Write JSON where `--json` says, if it says so."""
-    if file == "-":
-        print(json.dumps(data, indent=2))
-    elif file is not None:
-        from .checkpoint import write_json
+    if file is None:
+        return
+    from .checkpoint import json_text, write_json
 
+    if file == "-":
+        print(json_text(data))
+    else:
         write_json(data, file)
 
 
@@ -190,11 +191,6 @@ def begin() -> None:
     logging.disable_progress_bar()
 
 
-def positions(config: Any) -> int:
-    """Return the longest window of a model; without a limit, the largest whole number."""
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
-
-
 def dtype_name(model: Any) -> str:
     """Return the dtype of a model as users write it."""
     return str(model.dtype).removeprefix("torch.")
@@ -206,13 +202,3 @@ def mixed_dtypes(dtypes: dict[str, str]) -> list[str]:
         return []
     found = ", ".join(f"{label} in {dtype}" for label, dtype in dtypes.items())
     return [f"computed in different dtypes, which differ by themselves: {found}; --dtype gives all of them one"]
-
-
-def encode(tokenizer: Any, prompt: str, chat: bool) -> Any:
-    """Tokenise a prompt, in the model's chat template if asked."""
-    if not chat:
-        return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if not tokenizer.chat_template:
-        raise InputError("--chat was given, but the model's tokenizer has no chat template; leave --chat out")
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")

@@ -182,7 +182,8 @@ class _Comparison:
                 made = self._make(row)
             measured = self.quality.measure(made.pop("model"), self._say(row.name))
         except NumericalError as problem:
-            raise NumericalError(f"{row.name}: {problem}; leave {row.method} out of --methods") from problem
+            hint = "" if row.method == DENSE else f"; leave {row.method} out of --methods"
+            raise NumericalError(f"{row.name}: {problem}{hint}") from problem
         return self.rows.keep(row.file, {"method": row.method, **made, **measured}, self._fingerprint(row))
 
     def _make(self, row: Wanted) -> dict[str, Any]:
@@ -215,7 +216,10 @@ class _Comparison:
 
     def _asked(self, row: Wanted) -> CompressionConfig:
         rule = row.method.partition(":")[2] or self.config.allocation
-        return replace(self.config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
+        config = self.config
+        if row.solver == "paper":  # reads the windows as they are, whatever is asked of `best`
+            config = replace(config, coverage=None, rarity=None, feedback=None)
+        return replace(config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
 
     def _ranked(self, row: Wanted) -> Ranked:
         """Return the settings of one of our rows; what its rule scores is scored once for all sparsities."""

@@ -92,7 +92,7 @@ def compress_to_folder(
     out = Path(out).resolve()  # of a link its target is replaced, and the link stays
     run = prepare(model, calibration, config or CompressionConfig(), tokenizer, progress)
     identity = run_fingerprint(run.source, run.text, run.config, run.out_dtype, run.device)
-    if resume and (finished := finished_report(out, identity)) is not None:
+    if resume and (finished := finished_report(out, identity, overwrite)) is not None:
         if run.team.is_main:
             clear_leftovers(out, identity)  # the run may have been killed between its last rename and this
         return finished

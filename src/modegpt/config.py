@@ -26,6 +26,9 @@ ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "widt
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that can be refitted to the dense model's hidden states."""
 
+TOKEN_IDS = "token ids"
+"""What a run calls its calibration text where ids were given."""
+
 
 @dataclass(frozen=True)
 class CompressionConfig:

@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import lm_eval.api.task
+import torch
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
@@ -19,6 +20,7 @@ from lm_eval.tasks import TaskManager
 from .errors import InputError, NumericalError
 from .evaluate import LOGIT_BYTES
 from .local_tasks import LocalTask
+from .models import beyond_vocabulary
 from .shared_context import questions, score_answers, takes_part, turning_point
 
 ACCURACIES = ("acc", "acc_norm")
@@ -63,6 +65,12 @@ class Harness(SCORER):
                     f"the answer '{text[:80]}' is {len(answer)} tokens, which the model's {self.max_length} positions "
                     "cannot score"
                 )
+        ids = [token for _, context, answer in requests for token in (*context, *answer)]
+        if (bounds := beyond_vocabulary(torch.tensor([min(ids), max(ids)]), self.model)) is not None:
+            raise InputError(
+                f"the tasks have tokens up to {bounds[1]}, and the model has {bounds[2]} of them; give the tokenizer "
+                "that belongs to the model"
+            )
         self.truncated = sum(length > self.max_length + 1 for length in lengths)
         tokens = [request[1:] for request in requests]
         shared = questions(tokens, self.max_length, turning_point(self.model.config)) if takes_part(self.model) else []

@@ -17,11 +17,12 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
 def calibrated_on(model: str) -> str | None:
-    """Return the text that a compressed checkpoint says it was calibrated on; None where nothing says it."""
+    """Return the text that a compressed checkpoint says it was calibrated on, a file by its whole path; else None."""
     try:
-        data = read_json(Path(model) / REPORT_NAME)["calibration"]["data"]
+        text = read_json(Path(model) / REPORT_NAME)["calibration"]
+        data = text.get("file") or text["data"]
         return data if isinstance(data, str) else None
-    except (OSError, InputError, KeyError, TypeError):
+    except (OSError, InputError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -107,6 +108,10 @@ def _headers(path: Path) -> dict[str, Entry]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise InputError(f"folder '{path}' has no .safetensors file; the checkpoint is incomplete")
+    index = path / "model.safetensors.index.json"
+    missing = set(read_json(index)["weight_map"].values()) - {file.name for file in files} if index.is_file() else ()
+    if missing:
+        raise InputError(f"folder '{path}' lacks {', '.join(sorted(missing))}; the checkpoint is incomplete")
     tensors: dict[str, Entry] = {}
     for file in files:
         try:

@@ -55,9 +55,21 @@ def read_task(source: str) -> LocalTask:
             record = _object(line, where)
             shape = shape or _shape(record, where)
             records.append(_checked(record, shape, where))
+    spaced = [place for place, record in enumerate(records) if _is_set_off(record)]
+    if 2 * len(spaced) > len(records):  # a few are the text's own
+        raise InputError(
+            f"most answers of task file '{source}' begin with a space, which is put before each of them anyway and "
+            "would be there twice: leave it out"
+        )
     if shape is None:
         raise InputError(f"task file '{source}' is empty; give one JSON object a line, {_ALLOWED}")
     return LocalTask(path.name.removesuffix(".jsonl"), path, shape, records)
+
+
+def _is_set_off(record: Record) -> bool:
+    """Whether an answer of a record begins with a space."""
+    answers = [*record.get("choices", ()), record.get("continuation", "")]
+    return any(answer[:1].isspace() for answer in answers)
 
 
 def _object(line: str, where: str) -> Record:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from .errors import InputError
 from .evaluate import check_window, perplexity
 from .models import has_tokenizer, open_config, open_model, open_tokenizer, resolve_device
 from .progress import Progress
+from .prompts import encode
 from .report import protocol
 
 DEFAULT_WINDOW = 2048
@@ -50,8 +52,6 @@ def measure(
             first; no model was loaded.
     """
     target = resolve_device(device)
-    if any(not prompt for prompt in prompts):
-        raise InputError("the prompt is empty; give some text to continue")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens {max_new_tokens} is not a positive whole number")
     for source in data:
@@ -65,8 +65,10 @@ def measure(
                 "it was compressed from"
             )
     texts = open_texts(data, configs[0], tokenizer, window)
+    for prompt, config in product(prompts, configs):  # before a model is loaded
+        encode(tokenizer, prompt, config, max_new_tokens)
     evals, samples = [], []
-    for name in models:
+    for name, config in zip(models, configs, strict=True):
         network = open_model(name, dtype, target)
         if texts:
             about = {"model": name, "dtype": str(network.dtype).removeprefix("torch."), "device": str(target)}
@@ -75,7 +77,7 @@ def measure(
             results = measure_texts(network, texts, window, max_windows, progress=progress)
             evals.append({"model": name, "results": results, "protocol": about})
         for prompt in prompts:
-            inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(target)
+            inputs = encode(tokenizer, prompt, config, max_new_tokens).to(target)
             added = _continue(network, inputs, max_new_tokens)
             text = tokenizer.decode(added, skip_special_tokens=True)
             samples.append({"model": name, "prompt": prompt, "text": text, "tokens": len(added)})

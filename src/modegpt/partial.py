@@ -22,6 +22,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from .checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
 from .errors import InputError, WriteError
+from .inspection import describe
 from .models import save_tokenizer
 from .preparation import Text
 from .safetensors_merge import Entry, merge, read_header
@@ -232,15 +233,24 @@ def check_fingerprint(found: dict[str, Any], wanted: dict[str, Any], where: Path
             )
 
 
-def finished_report(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the report in `out` if it is the finished result of the same run, else None: also of a broken one."""
+def finished_report(out: Path, fingerprint: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+    """Return the report in `out` if it is the finished result of the same run, else None: also of a broken one.
+
+    Raises:
+        InputError: it is that of another run, and is not to be replaced; names what differs.
+    """
     path = out / REPORT_NAME
     if not path.is_file():
         return None
-    with suppress(InputError):
+    try:
         report = read_json(path)
-        return report if report.get("fingerprint") == fingerprint else None
-    return None
+        describe(out)  # the weights are there
+    except InputError:
+        return None
+    found = report.get("fingerprint")
+    if found != fingerprint and isinstance(found, dict) and not overwrite:
+        check_fingerprint(found, fingerprint, out)
+    return report if found == fingerprint else None
 
 
 def clear_leftovers(out: Path, fingerprint: dict[str, Any]) -> None:

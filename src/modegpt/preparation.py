@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .architectures import Architecture, Dimensions, architecture_of
 from .blocks import BlockSource, ModelBlocks, tied_tensors
 from .calibration import begin_windows, check_source, draw_windows, load_text, start_token, tokenize
-from .config import CompressionConfig
+from .config import TOKEN_IDS, CompressionConfig
 from .errors import InputError
 from .evaluate import check_window
 from .experts import run_in_turn
@@ -149,7 +149,7 @@ def open_text(
         check_window(model_config, calibration.shape[1])
         if tokenizer is None and name is not None and has_tokenizer(name):
             tokenizer = open_tokenizer(name)
-        return Text(calibration, tokenizer, tokenizer_of, _about("token ids", calibration))
+        return Text(calibration, tokenizer, tokenizer_of, _about(TOKEN_IDS, calibration))
     data = str(calibration)
     check_source(data)
     check_window(model_config, config.seq_len)
@@ -159,9 +159,11 @@ def open_text(
         tokenizer = open_tokenizer(name)
     tokens, start = tokenize(load_text(data, "calibration"), tokenizer), start_token(model_config, tokenizer)
     own = config.seq_len - (start is not None)
+    if not own:
+        raise InputError("seq_len 1 leaves no room behind the model's first token; give 2 or more")
     windows = draw_windows(tokens, config.samples, own, config.sampling, config.seed, data)
     windows = begin_windows(windows.flatten(), config.seq_len, start).view(len(windows), -1)
-    return Text(windows, tokenizer, tokenizer_of, {**_about(data, windows), "start_token": start})
+    return Text(windows, tokenizer, tokenizer_of, {**_about(data, windows), "file": _file(data), "start_token": start})
 
 
 def check_ids(text: Text, source: Source) -> None:
@@ -183,15 +185,25 @@ def _about(data: str, windows: Tensor) -> dict[str, Any]:
     return {"data": data, "samples": len(windows), "seq_len": windows.shape[1], "tokens": windows.numel()}
 
 
+def _absolute(model: str) -> str:
+    """Return the whole path of what exists; a hub name as it is."""
+    return os.path.abspath(model) if Path(model).exists() else model  # noqa: PTH100 - a link to a blob keeps its name
+
+
+def _file(data: str) -> str | None:
+    """Return the whole path of a text in a file; None of a known data set."""
+    return str(Path(data).resolve()) if Path(data).is_file() else None
+
+
 def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
     """Open a dense model as a stream of blocks: from its shards where it can be, else loaded whole."""
     if isinstance(model, PreTrainedModel):
-        config, name = _untied(model), getattr(model.config, "_name_or_path", "") or "in memory"
+        config, name = _untied(model), _absolute(getattr(model.config, "_name_or_path", "") or "in memory")
         architecture = architecture_of(config)
         blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
         generation_config, identity, notes = model.generation_config, _checksum(model), []
     else:
-        name = os.path.abspath(model) if Path(model).exists() else model  # noqa: PTH100 - a link to a blob keeps its name
+        name = _absolute(model)
         whole = outer_config(name)
         said = text_part(whole)
         packed, config = packing(said), plain(said)

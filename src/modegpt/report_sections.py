@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from . import plots
 from .allocation_units import score_parts
-from .config import NAMES
+from .config import NAMES, TOKEN_IDS
 
 DAMAGE = "What cutting each module alone does to the predictions: where it is little, more is removed."
 IMPORTANCE = "Importance: high scores are spared."
@@ -47,7 +47,7 @@ def tiles(run: dict[str, Any], found: dict[str, Any], figures: dict[str, Any]) -
     cache = found["kv_bytes_per_token"]
     tiles = [
         ("parameters", _short(counts["compressed"]), f"of {_short(counts['dense'])}; {share['total']:.1%} removed"),
-        ("removed from the blocks", f"{share['blocks']:.1%}", f"{share['requested']:.0%} were asked for"),
+        ("removed from the blocks", f"{share['blocks']:.1%}", f"{_percent(share['requested'])} were asked for"),
         (
             "key-value cache",
             f"{cache['compressed']:,} B",
@@ -81,13 +81,13 @@ def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[st
         f"without training: pairs of weight matrices ({', '.join(modules)}) were decomposed together, block by "
         f"block, on what {text['samples']} x {text['seq_len']} tokens of {text['data']} send through them. "
         f"{run['sparsity']['blocks']:.2%} of the parameters of the decoder blocks were removed, "
-        f"{run['sparsity']['total']:.2%} of all parameters; {run['sparsity']['requested']:.0%} of the blocks were "
-        "asked for."
+        f"{run['sparsity']['total']:.2%} of all parameters; {_percent(run['sparsity']['requested'])} of the blocks "
+        "were asked for."
     )
     multiple = f", every dim a multiple of {config['round_to']}" if (config["round_to"] or 1) > 1 else ""
     rows = [
         ["model", run["model"]],
-        ["calibration", f"{text['data']}: {text['samples']} x {text['seq_len']} tokens, {_windows(config)}"],
+        ["calibration", f"{text['data']}: {text['samples']} x {text['seq_len']} tokens{_windows(text, config)}"],
         ["allocation", config["allocation"] + multiple],
         ["solver", config["solver"]],
         ["weights written in", found["dtype"]],
@@ -213,8 +213,12 @@ def repeat(run: dict[str, Any], evals: Sequence[dict[str, Any]], bench: dict[str
     return {"commands": commands, "tables": tables}
 
 
-def _windows(config: dict[str, Any]) -> str:
-    return f"random windows, seed {config['seed']}" if config["sampling"] == "random" else "from the start of the text"
+def _windows(text: dict[str, Any], config: dict[str, Any]) -> str:
+    if text["data"] == TOKEN_IDS:
+        return ""
+    return (
+        f", random windows, seed {config['seed']}" if config["sampling"] == "random" else ", from the start of the text"
+    )
 
 
 def _evaluation(about: dict[str, Any]) -> str:
@@ -245,9 +249,13 @@ def _short(count: int) -> str:
     return str(count)
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g}%"
+
+
 def change(before: float, after: float) -> str:
-    """Return how much larger, in per cent."""
-    return f"{100 * (after / before - 1):+.1f} %"
+    """Return how much larger, in per cent; nothing of what was nothing."""
+    return "" if not before else f"{100 * (after / before - 1):+.1f} %"
 
 
 def _duration(seconds: float) -> str:

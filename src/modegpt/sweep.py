@@ -205,7 +205,7 @@ class _Sweep:
     def _compress(self, name: str, config: CompressionConfig, folder: Path) -> dict[str, Any]:
         run = self._run(config, name)
         identity = self._identity(run)
-        if (report := finished_report(folder, identity)) is not None:
+        if (report := finished_report(folder, identity, overwrite=True)) is not None:
             return report  # killed between the last rename and the measurement
         folder.parent.mkdir(exist_ok=True)
         partial = PartialCheckpoint(folder, identity, resume=True, overwrite=True)

@@ -25,10 +25,12 @@ def sparsity_zero(subject: Subject) -> tuple[str, str]:
 
 def zeroed(subject: Subject) -> tuple[str, str]:
     """Compare with the dense model that has zeros where the compressed one ends."""
+    if subject.compressed.num_parameters() == subject.dense.num_parameters():
+        return "skipped", "no rank of the model that was tried is below its full one: give a larger sparsity"
     widened = densify(subject.architecture, subject.dims, subject.compressed, subject.dense)
     expected = logits(widened, subject.ids)
     if distance(expected, logits(subject.dense, subject.ids)) <= subject.allowed(expected):
-        return "failed", "nothing was removed: give a larger sparsity"
+        return "failed", "what was removed does not tell: the family's description is wrong"
     return verdict(
         distance(logits(subject.compressed, subject.ids), expected),
         subject.allowed(expected),

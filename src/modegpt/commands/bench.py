@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ..cli_support import DEVICE, JSON, MODEL, begin, check_json, console, dtype_name, emit, mixed_dtypes, names
@@ -78,7 +79,7 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
 
 def _tables(models: dict[str, Any], rows: list[dict[str, Any]]) -> list[Table]:
     """Return what a person reads: the sizes, and the speeds with their ratios."""
-    sizes = Table("", *(about["name"] for about in models.values()), *(["ratio"] if len(models) > 1 else []))
+    sizes = Table("", *(escape(about["name"]) for about in models.values()), *(["ratio"] if len(models) > 1 else []))
     labels = {
         "parameters": "parameters",
         "parameters_per_token": "parameters read per decoded token",
@@ -99,7 +100,7 @@ def _tables(models: dict[str, Any], rows: list[dict[str, Any]]) -> list[Table]:
             cells += [f"{figures[f'{what}_seconds'] * 1e3:,.1f} ms" for what in ("first_token", "token")]
             cells.append(f"{figures['peak_memory_bytes'] / 1e6:,.1f} MB")
             cells.append(" / ".join(f"{figures[f'{task}_macs'] / 1e9:,.3g}" for task in ("prefill", "decode")))
-            speeds.add_row(point, key, *cells)
+            speeds.add_row(point, escape(key), *cells)
         for ratios in row["speedups"].values():
             cells = [f"{r['median']:.2f} ({r['min']:.2f}-{r['max']:.2f})" for r in ratios.values()]
             speeds.add_row(point, "speedup", *cells)

@@ -10,6 +10,7 @@ from rich.table import Table
 from ..cli_support import JSON, MODEL, begin, check_json, check_plot, emit, names, numbers
 from ..config import CompressionConfig
 from ..errors import InputError
+from ..plots import labels
 from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
 from .settings import configured
 
@@ -71,8 +72,8 @@ def _table(result: dict[str, Any]) -> Table:
     """Return what a person reads: one row for each method and sparsity, the best of a sparsity marked."""
     first, rows = result["rows"][0], result["rows"]
     table = Table("asked for", "method", "of the blocks", caption="* best of a sparsity")
-    for entry in first["perplexity"]:
-        table.add_column(escape(f"perplexity, {Path(entry['data']).name}"))
+    for label in labels([entry["data"] for entry in first["perplexity"]]):
+        table.add_column(escape(f"perplexity, {label}"))
     if first["mean"]:
         table.add_column("mean accuracy")
     for index, row in enumerate(rows):

@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from ..cli_support import console, names
+from ..errors import InputError
 
 if TYPE_CHECKING:
     from ..measures import Measures
@@ -29,6 +30,10 @@ def measures(
     """Return what these options ask for."""
     from ..measures import Measures
 
+    if limit is not None and not tasks:
+        raise InputError("--limit is for the samples of --tasks, and none were given; --max-windows is for --data")
+    if tasks and not data and (eval_seq_len is not None or max_windows is not None):
+        raise InputError("--eval-seq-len and --max-windows are for --data, and none was given; --limit is for --tasks")
     return Measures(
         data=tuple(dict.fromkeys(data)) or (() if tasks else ("wikitext2",)),
         tasks=tuple(name for part in tasks for name in names(part)),

@@ -35,6 +35,8 @@ def report(
         check_positive(name, value)
     if against is not None and not data and not prompt:
         raise InputError("--against measures nothing by itself; add --data, --prompt or both")
+    if not data and (seq_len is not None or max_windows is not None):
+        raise InputError("--seq-len and --max-windows are for --data, and none was given")
     check_json(json_file)
     target = _target(folder, out)
     evals = [_read(path, "eval") for path in eval_files]
@@ -51,6 +53,8 @@ def report(
 
         if against is None and run["model"] == IN_MEMORY:
             raise InputError("the dense model of this run was in memory; name one with --against")
+        if against is None and Path(run["model"]).is_absolute() and not Path(run["model"]).exists():
+            raise InputError(f"the dense model of this run, '{run['model']}', is not there: name it with --against")
         models = [against or run["model"], str(folder)]
         with ProgressBar("loading the models") as progress:
             measured, samples = measure(

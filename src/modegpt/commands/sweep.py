@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from ..cli_support import JSON, MODEL, begin, check_json, emit, numbers
 from ..config import CompressionConfig
+from ..plots import labels
 from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
 from .settings import configured
 
@@ -60,7 +62,8 @@ def sweep(
 def _table(result: dict[str, Any]) -> Table:
     """Return what a person reads: one row a point."""
     texts = [entry["data"] for entry in result["points"][0]["perplexity"]]
-    table = Table("sparsity", "of the blocks", "parameters", *(f"perplexity, {Path(text).name}" for text in texts))
+    headings = (escape(f"perplexity, {label}") for label in labels(texts))
+    table = Table("sparsity", "of the blocks", "parameters", *headings)
     if result["points"][0]["mean"]:
         table.add_column("mean accuracy")
     timed = any(point["speed"] for point in result["points"])
