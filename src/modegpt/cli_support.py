@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, current_thread, main_thread
@@ -148,6 +148,21 @@ def check_file(option: str, file: str | Path, hint: str = "; give a file name") 
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as problem:
         raise InputError(f"{option} '{file}': nothing can be written to '{folder}' ({problem.strerror})") from problem
+
+
+def check_used(data: Sequence[str], tasks: Sequence[str], limit: int | None, windows: dict[str, int | None]) -> None:
+    """Refuse bounds on what is not measured.
+
+    Args:
+        data: texts.
+        tasks: zero-shot tasks.
+        limit: `--limit`.
+        windows: by option, what is asked of the windows of texts.
+    """
+    if limit is not None and not tasks:
+        raise InputError("--limit is for the samples of --tasks, and none were given; --max-windows is for --data")
+    if not data and any(value is not None for value in windows.values()):
+        raise InputError(f"{' and '.join(windows)} are for --data, and none was given")
 
 
 def check_plot(file: Path, endings: tuple[str, ...]) -> None:

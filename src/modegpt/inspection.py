@@ -109,8 +109,8 @@ def _headers(path: Path) -> dict[str, Entry]:
     if not files:
         raise InputError(f"folder '{path}' has no .safetensors file; the checkpoint is incomplete")
     index = path / "model.safetensors.index.json"
-    missing = set(read_json(index)["weight_map"].values()) - {file.name for file in files} if index.is_file() else ()
-    if missing:
+    named = read_json(index).get("weight_map", {}) if index.is_file() else {}
+    if missing := set(named.values()) - {file.name for file in files}:
         raise InputError(f"folder '{path}' lacks {', '.join(sorted(missing))}; the checkpoint is incomplete")
     tensors: dict[str, Entry] = {}
     for file in files:

@@ -13,6 +13,7 @@ from ..cli_support import (
     begin,
     check_json,
     check_positive,
+    check_used,
     console,
     dtype_name,
     emit,
@@ -114,10 +115,7 @@ def _check(models: Sequence[str], data: Sequence[str], tasks: Sequence[str], bou
         check_positive(name, value)
     if bounds.seq_len == 1:
         raise InputError("seq_len 1 predicts nothing: the first token of a window is context only; give 2 or more")
-    if bounds.limit is not None and not tasks:
-        raise InputError("--limit is for the samples of --tasks, and none were given; --max-windows is for --data")
-    if not data and (bounds.seq_len is not None or bounds.max_windows is not None):
-        raise InputError("--seq-len and --max-windows are for --data, and none was given; --limit is for --tasks")
+    check_used(data, tasks, bounds.limit, {"--seq-len": bounds.seq_len, "--max-windows": bounds.max_windows})
     twice = next((model for index, model in enumerate(models) if model in models[:index]), None)
     if twice is not None:
         raise InputError(f"model '{twice}' is there twice; give each once")

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from ..cli_support import console, names
-from ..errors import InputError
+from ..cli_support import check_used, console, names
 
 if TYPE_CHECKING:
     from ..measures import Measures
@@ -30,12 +29,10 @@ def measures(
     """Return what these options ask for."""
     from ..measures import Measures
 
-    if limit is not None and not tasks:
-        raise InputError("--limit is for the samples of --tasks, and none were given; --max-windows is for --data")
-    if tasks and not data and (eval_seq_len is not None or max_windows is not None):
-        raise InputError("--eval-seq-len and --max-windows are for --data, and none was given; --limit is for --tasks")
+    texts = tuple(dict.fromkeys(data)) or (() if tasks else ("wikitext2",))
+    check_used(texts, tasks, limit, {"--eval-seq-len": eval_seq_len, "--max-windows": max_windows})
     return Measures(
-        data=tuple(dict.fromkeys(data)) or (() if tasks else ("wikitext2",)),
+        data=texts,
         tasks=tuple(name for part in tasks for name in names(part)),
         seq_len=eval_seq_len,
         max_windows=max_windows,

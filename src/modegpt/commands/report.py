@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from ..cli_support import DEVICE, JSON, begin, check_file, check_json, check_positive, console, emit
+from ..cli_support import DEVICE, JSON, begin, check_file, check_json, check_positive, check_used, console, emit
 from ..config import DTYPES, check_choice
 from ..errors import InputError
 
@@ -35,8 +35,7 @@ def report(
         check_positive(name, value)
     if against is not None and not data and not prompt:
         raise InputError("--against measures nothing by itself; add --data, --prompt or both")
-    if not data and (seq_len is not None or max_windows is not None):
-        raise InputError("--seq-len and --max-windows are for --data, and none was given")
+    check_used(data, (), None, {"--seq-len": seq_len, "--max-windows": max_windows})
     check_json(json_file)
     target = _target(folder, out)
     evals = [_read(path, "eval") for path in eval_files]
