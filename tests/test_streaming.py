@@ -130,7 +130,7 @@ def test_other_weights_have_another_fingerprint_and_a_copy_has_the_same(name: st
     with torch.no_grad():
         dense.get_parameter(name).mul_(2)
     dense.save_pretrained(tmp_path / "dense")
-    with pytest.raises(InputError, match="exists"):
+    with pytest.raises(InputError, match="holds another run: its model is"):
         compress_to_folder(tmp_path / "dense", windows(), tmp_path / "out", config, resume=True)
 
 
