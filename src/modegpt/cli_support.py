@@ -162,7 +162,8 @@ def check_used(data: Sequence[str], tasks: Sequence[str], limit: int | None, win
     if limit is not None and not tasks:
         raise InputError("--limit is for the samples of --tasks, and none were given; --max-windows is for --data")
     if not data and any(value is not None for value in windows.values()):
-        raise InputError(f"{' and '.join(windows)} are for --data, and none was given")
+        hint = "; --limit is for --tasks" if tasks else ""
+        raise InputError(f"{' and '.join(windows)} are for --data, and none was given{hint}")
 
 
 def check_plot(file: Path, endings: tuple[str, ...]) -> None:

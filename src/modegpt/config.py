@@ -28,6 +28,8 @@ FEEDING = ("energy", "saliency")
 
 TOKEN_IDS = "token ids"
 """What a run calls its calibration text where ids were given."""
+IN_MEMORY = "in memory"
+"""What a run calls a model that came from no file."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ def read_task(source: str) -> LocalTask:
             record = _object(line, where)
             shape = shape or _shape(record, where)
             records.append(_checked(record, shape, where))
-    spaced = [place for place, record in enumerate(records) if _is_set_off(record)]
-    if 2 * len(spaced) > len(records):  # a few are the text's own
+    if 2 * sum(map(_is_set_off, records)) > len(records):  # a few are the text's own
         raise InputError(
             f"most answers of task file '{source}' begin with a space, which is put before each of them anyway and "
             "would be there twice: leave it out"

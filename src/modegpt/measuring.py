@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +64,9 @@ def measure(
                 "it was compressed from"
             )
     texts = open_texts(data, configs[0], tokenizer, window)
-    for prompt, config in product(prompts, configs):  # before a model is loaded
-        encode(tokenizer, prompt, config, max_new_tokens)
+    encoded = [[encode(tokenizer, prompt, config, max_new_tokens) for prompt in prompts] for config in configs]
     evals, samples = [], []
-    for name, config in zip(models, configs, strict=True):
+    for name, own in zip(models, encoded, strict=True):
         network = open_model(name, dtype, target)
         if texts:
             about = {"model": name, "dtype": str(network.dtype).removeprefix("torch."), "device": str(target)}
@@ -76,9 +74,8 @@ def measure(
             about |= {"start_token": start_token(configs[0], tokenizer), **protocol()}
             results = measure_texts(network, texts, window, max_windows, progress=progress)
             evals.append({"model": name, "results": results, "protocol": about})
-        for prompt in prompts:
-            inputs = encode(tokenizer, prompt, config, max_new_tokens).to(target)
-            added = _continue(network, inputs, max_new_tokens)
+        for prompt, inputs in zip(prompts, own, strict=True):
+            added = _continue(network, inputs.to(target), max_new_tokens)
             text = tokenizer.decode(added, skip_special_tokens=True)
             samples.append({"model": name, "prompt": prompt, "text": text, "tokens": len(added)})
         del network

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .architectures import Architecture, Dimensions, architecture_of
 from .blocks import BlockSource, ModelBlocks, tied_tensors
 from .calibration import begin_windows, check_source, draw_windows, load_text, start_token, tokenize
-from .config import TOKEN_IDS, CompressionConfig
+from .config import IN_MEMORY, TOKEN_IDS, CompressionConfig
 from .errors import InputError
 from .evaluate import check_window
 from .experts import run_in_turn
@@ -198,7 +198,7 @@ def _file(data: str) -> str | None:
 def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
     """Open a dense model as a stream of blocks: from its shards where it can be, else loaded whole."""
     if isinstance(model, PreTrainedModel):
-        config, name = _untied(model), _absolute(getattr(model.config, "_name_or_path", "") or "in memory")
+        config, name = _untied(model), _absolute(getattr(model.config, "_name_or_path", "") or IN_MEMORY)
         architecture = architecture_of(config)
         blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
         generation_config, identity, notes = model.generation_config, _checksum(model), []

@@ -1,6 +1,5 @@
 """Prompts to continue: their tokens, and whether a model can read them."""
 
-import sys
 from typing import Any
 
 from jinja2 import TemplateError
@@ -36,8 +35,8 @@ def encode(tokenizer: Any, prompt: str, config: Any, new_tokens: int, chat: bool
             f"the prompt has the token {int(ids.max())}, and the model has {text_config.vocab_size} of them; give the "
             "tokenizer that belongs to the model"
         )
-    n_tokens, limit = ids.shape[1], getattr(text_config, "max_position_embeddings", None) or sys.maxsize
-    if n_tokens + new_tokens > limit:
+    n_tokens, limit = ids.shape[1], getattr(text_config, "max_position_embeddings", None)
+    if limit and n_tokens + new_tokens > limit:
         raise InputError(
             f"{n_tokens} tokens of prompt and {new_tokens} new ones exceed the model's {limit} positions; "
             "give a smaller --max-new-tokens or a shorter prompt"

@@ -9,22 +9,16 @@ from .spec import Architecture
 
 @dataclass(frozen=True)
 class Gpt2Architecture(Architecture):
-    """GPT-2; as a decoder alone."""
+    """GPT-2 and GPT-BigCode; as a decoder alone."""
 
     def resolve(self, config: Any) -> Architecture:
-        """Refuse cross attention, whose second attention module has no ranks here."""
+        """Refuse cross attention, whose second module has no ranks here; read whether all heads share a key."""
         if config.add_cross_attention:
             raise InputError("the model has cross attention (add_cross_attention); give a decoder without it")
-        return super().resolve(config)
-
-
-@dataclass(frozen=True)
-class GptBigCodeArchitecture(Gpt2Architecture):
-    """GPT-BigCode, whose config says whether all heads share one key and one value."""
-
-    def resolve(self, config: Any) -> Architecture:
-        """Read the number of key heads; refuse cross attention."""
-        return replace(super().resolve(config), kv_heads=1 if config.multi_query else 0)
+        resolved = super().resolve(config)
+        # GPT-BigCode's alone. Its config's number of key heads can be that of a default number of heads.
+        shared = getattr(config, "multi_query", None)
+        return resolved if shared is None else replace(resolved, kv_heads=int(shared))
 
 
 GPT2 = Gpt2Architecture(
@@ -48,23 +42,12 @@ GPT2 = Gpt2Architecture(
     "to any subspace",
 )
 
-GPT_BIGCODE = GptBigCodeArchitecture(
+GPT_BIGCODE = replace(
+    GPT2,
     model_type="gpt_bigcode",
     name="GPTBigCode",
-    layers="h",
-    attention="attn",
-    query="c_attn",
-    key="c_attn",
-    value="c_attn",
+    causal_lm="",
     by_group=True,
-    output="c_proj",
-    up=("mlp.c_fc",),
-    down="mlp.c_proj",
-    middle="ln_2",
-    width="n_inner",
-    rotary=False,
-    dropout="attn_dropout",
-    output_dropout="resid_dropout",
     notes="StarCoder 1, SantaCoder, Granite Code 20B and 34B; multi-query, learned positions: query and key may be cut "
     "to any subspace",
 )

@@ -7,11 +7,8 @@ from typing import Any
 import typer
 
 from ..cli_support import DEVICE, JSON, begin, check_file, check_json, check_positive, check_used, console, emit
-from ..config import DTYPES, check_choice
+from ..config import DTYPES, IN_MEMORY, check_choice
 from ..errors import InputError
-
-IN_MEMORY = "in memory"
-"""What a run calls a model that came from no file."""
 
 
 def report(
