@@ -133,6 +133,8 @@ def test_a_plan_gives_the_ranks(tiny_llama_dir: Path, tmp_path: Path, small_text
     result = modegpt(*call, "--plan", plan, "--json", "-")
     assert result.exit_code == 0, result.output
     assert [layer["ranks"] for layer in json.loads(result.stdout)["layers"]] == ranks
+    for option, value in (("--sparsity", CompressionConfig().sparsity), ("--allocation", "uniform")):
+        assert_refused(modegpt(*call, "--plan", plan, option, value), f"leave out {option}")
     plan.write_text("[]")
     assert_refused(modegpt(*call, "--plan", plan), str(plan))
 

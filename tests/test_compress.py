@@ -1,12 +1,14 @@
 """The run, end to end on small random models in the process."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn.utils import prune
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -166,6 +168,31 @@ def test_nan_in_the_weights_names_layer_and_matrix_and_leaves_nothing(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"])
+@pytest.mark.parametrize("solver", ["paper", "best"])
+def test_nan_outside_the_blocks_is_named_before_any_work(solver: str, name: str, tmp_path: Path):
+    model, seen = tiny_llama(), []
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[3] = float("nan")
+    with pytest.raises(NumericalError, match=f"NaN or infinity in '{name}'"):
+        modegpt.compress(
+            model, windows(), CompressionConfig(solver=solver), out=tmp_path / "a", progress=lambda *a: seen.append(a)
+        )
+    assert not seen
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_dtype_is_that_of_the_weights_whatever_the_config_says():
+    config = CompressionConfig(sparsity=0.0)
+    narrow = tiny_llama().bfloat16()
+    narrow.config.dtype = torch.float32
+    assert modegpt.compress(narrow, windows(), config).dtype == torch.bfloat16
+    wide = tiny_llama()
+    wide.config.dtype = torch.bfloat16
+    found = modegpt.compress(wide, windows(), config)
+    assert all(torch.equal(tensor, found.state_dict()[name]) for name, tensor in wide.state_dict().items())
+
+
 @pytest.mark.parametrize("name", ["model.layers.2.mlp.down_proj.weight", "lm_head.weight"])
 def test_a_weight_that_float16_cannot_hold_is_refused(name: str, tmp_path: Path):
     model = tiny_llama()
@@ -290,6 +317,12 @@ def test_dead_neurons_are_dropped_first_and_reported():
         ({"rarity": -0.5}, r"rarity -0\.5 is outside \[0, 1\]"),
         ({"coverage": 1.5}, r"coverage 1\.5 is outside \[0, 1\]"),
         ({"coverage": float("nan")}, "coverage nan is outside"),
+        ({"coverage": "x"}, "coverage 'x' is no number"),
+        ({"sparsity": "0.3"}, "sparsity '0.3' is no number"),
+        ({"samples": None}, "samples None is no whole number"),
+        ({"round_to": 2.5}, "round_to 2.5 is no whole number"),
+        ({"temperature": None}, "temperature None is neither"),
+        ({"allocation": "plan", "plan": (3, 4)}, "no sequence of ranks by layer"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(settings, message):
@@ -308,6 +341,8 @@ def test_wrong_calls_are_refused_before_work():
             modegpt.compress(model, tokens, CompressionConfig())
     with pytest.raises(InputError, match="of type list"):
         modegpt.compress(model, windows().tolist(), CompressionConfig())
+    with pytest.raises(InputError, match=r"config is of type dict; give a modegpt\.CompressionConfig"):
+        modegpt.compress(model, windows(), {"sparsity": 0.3})  # pyright: ignore[reportArgumentType]
     for tokens in (windows() - 1, windows() + 1):
         with pytest.raises(InputError, match=r"has tokens from -?\d+ to \d+, and the model has 64"):
             modegpt.compress(model, tokens, CompressionConfig())
@@ -338,6 +373,58 @@ def test_what_is_no_causal_language_model_in_memory_is_refused(tmp_path: Path):
     refused(AutoModel.from_config(config), "of type LlamaModel, which has no language head")
     refused(AutoModelForSequenceClassification.from_config(config), "has no language head")
     refused(tiny_llama().to("meta"), "not all weights of the model are in memory")
+
+
+def pruned(model: LlamaForCausalLM) -> None:
+    prune.l1_unstructured(model.model.layers[1].mlp.up_proj, "weight", amount=0.3)
+
+
+def biased(model: LlamaForCausalLM) -> None:
+    model.model.layers[1].mlp.down_proj.bias = torch.nn.Parameter(torch.ones(32))
+
+
+def shorter(model: LlamaForCausalLM) -> None:
+    del model.model.layers[1]
+
+
+def narrower(model: LlamaForCausalLM) -> None:
+    model.model.layers[2].mlp.up_proj = torch.nn.Linear(32, 24, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (pruned, r"'model\.layers\.1\.mlp\.up_proj\.weight' is not there, and by the config of shape \(48, 32\)"),
+        (biased, r"down_proj\.bias' is of shape \(32,\), and by the config not there"),
+        (shorter, r"'model\.layers\.2\..* is not there"),
+        (narrower, r"up_proj\.weight' is of shape \(24, 32\), and by the config of shape \(48, 32\)"),
+    ],
+)
+def test_a_model_in_memory_with_other_tensors_than_its_config_says_is_refused(
+    change: Callable[[LlamaForCausalLM], None], told: str, tmp_path: Path
+):
+    model = tiny_llama()
+    change(model)
+    for out in (None, tmp_path / "out"):
+        with pytest.raises(InputError, match=told):
+            modegpt.compress(model, windows(), CompressionConfig(sparsity=0.0), out=out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_generation_settings_that_cannot_be_saved_are_refused_before_the_work(tmp_path: Path):
+    model, seen = tiny_llama(), []
+    model.generation_config.temperature = 0.7  # without sampling
+    with pytest.raises(InputError, match=r"does not save the model's generation_config: .*temperature"):
+        modegpt.compress(model, windows(), out=tmp_path / "out", progress=lambda *a: seen.append(a))
+    assert not seen
+    assert list(tmp_path.iterdir()) == []
+    assert modegpt.compress(model, windows()).generation_config.temperature == 0.7
+
+
+def test_an_output_that_cannot_be_made_is_refused(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot be made \(.*\): choose another output"):
+        modegpt.compress(tiny_llama(), windows(), out=tmp_path / "file" / "out")
 
 
 def test_no_folder_is_replaced_that_the_model_in_memory_or_the_text_comes_from(tmp_path: Path):

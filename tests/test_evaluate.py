@@ -154,11 +154,16 @@ def test_overflowing_perplexity_is_infinite(model, tokens):
         ({"seq_len": 5, "tokens": torch.arange(46, 51)}, "token 50 is outside the model's vocabulary of 50"),
         ({"seq_len": 5, "tokens": torch.arange(-1, 4)}, "token -1 is outside"),
         ({"seq_len": 5, "tokens": torch.zeros(2, 10, dtype=torch.long)}, r"shape \(2, 10\)"),
+        ({"seq_len": 5, "tokens": list(range(10))}, "of type list; give a tensor"),
     ],
 )
 def test_bad_request_is_refused(model, tokens, arguments, message):
     with pytest.raises(InputError, match=message):
         perplexity(model, **{"tokens": tokens, **arguments})
+
+
+def test_token_ids_may_be_of_any_integers(model, tokens):
+    assert perplexity(model, tokens.int(), 25) == perplexity(model, tokens, 25)
 
 
 def test_check_window_reads_the_positions_where_there_are_some():

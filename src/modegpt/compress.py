@@ -11,10 +11,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .checkpoint import build, check_output
 from .config import CompressionConfig
 from .distributed import join_team
+from .errors import InputError
 from .lending import lent
 from .models import resolve_device
 from .partial import PartialCheckpoint, clear_leftovers, finished_report
-from .preparation import check_ids, layer_sizes, open_source, open_text, require_model, run_fingerprint
+from .preparation import (
+    check_generation,
+    check_ids,
+    layer_sizes,
+    open_source,
+    open_text,
+    require_model,
+    run_fingerprint,
+)
 from .progress import Progress
 from .report import Stopwatch
 from .run import Run
@@ -97,6 +106,7 @@ def compress_to_folder(
             clear_leftovers(out, identity)  # the run may have been killed between its last rename and this
         return finished
     check_output(out, overwrite)
+    check_generation(run.source)
     with lent(model):
         report = run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
     run.team.agree(None)  # so that no process looks for the folder before the main one has put it there
@@ -111,6 +121,8 @@ def prepare(
     progress: Progress | None,
 ) -> "Run":
     """Open the text and the model, in that order, and check them; the run itself has not begun."""
+    if not isinstance(config, CompressionConfig):
+        raise InputError(f"config is of type {type(config).__name__}; give a modegpt.CompressionConfig")
     device = resolve_device(config.device)
     team = join_team(device)
     watch = Stopwatch(device)

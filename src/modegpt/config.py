@@ -1,7 +1,9 @@
 """What a compression run is asked to do, checked before anything is loaded."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from .errors import InputError
@@ -30,6 +32,11 @@ TOKEN_IDS = "token ids"
 """What a run calls its calibration text where ids were given."""
 IN_MEMORY = "in memory"
 """What a run calls a model that came from no file."""
+
+NUMBERS = ("sparsity", "max_sparsity", "ridge", "owl_threshold", "owl_lambda", "coverage", "rarity")
+WHOLE = ("samples", "seq_len", "seed", "batch_size", "max_host_memory", "round_to")
+OPTIONAL = ("coverage", "rarity", "batch_size", "max_host_memory", "round_to")
+"""The fields that are numbers, whole numbers, and of both those that may be None."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ class CompressionConfig:
     ridge: float = 1.0
     """λ of the leverage scores, on the unnormalised moment."""
     dtype: str = "auto"
-    """Of the written weights; `auto` keeps the model's. On a CPU the arithmetic is float32 whatever this says."""
+    """Of the written weights; `auto` keeps the model's. On a CPU the arithmetic is float32 whatever this says, but for
+    a model that is handed over in memory in 16 bits, which runs as it is."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one."""
     batch_size: int | None = None
@@ -102,6 +110,10 @@ class CompressionConfig:
         Raises:
             InputError: a field is out of range; the message says what is allowed.
         """
+        for name in NUMBERS + WHOLE:
+            value, kind = getattr(self, name), Integral if name in WHOLE else Real
+            if (value is not None or name not in OPTIONAL) and (not isinstance(value, kind) or isinstance(value, bool)):
+                raise InputError(f"{name} {value!r} is no {'whole number' if name in WHOLE else 'number'}")
         if not 0 <= self.sparsity < 1:
             raise InputError(f"sparsity {self.sparsity} is outside [0, 1): give a share such as 0.3 for 30 %")
         if not 0 < self.max_sparsity <= 1:
@@ -113,6 +125,8 @@ class CompressionConfig:
                 raise InputError(f"{name} {getattr(self, name)} is not a positive number")
         if (self.allocation == "plan") != (self.plan is not None):
             raise InputError("a plan and the allocation 'plan' go together: give both, or neither")
+        if self.plan is not None and not all(isinstance(ranks, Mapping) for ranks in self.plan):
+            raise InputError("the plan is no sequence of ranks by layer: give a dict of mlp, qk and vo for each layer")
         for name in ("samples", "seq_len", "batch_size", "max_host_memory", "round_to"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -181,7 +195,7 @@ class CompressionConfig:
 
 
 def _is_positive(value: float | str) -> bool:
-    return not isinstance(value, str) and math.isfinite(value) and value > 0
+    return isinstance(value, Real) and math.isfinite(value) and value > 0
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -99,6 +99,8 @@ def _windows(model: PreTrainedModel, tokens: Tensor, seq_len: int, max_windows: 
     check_window(model.config, seq_len)
     if max_windows is not None and max_windows < 1:
         raise InputError(f"max_windows is {max_windows}; give at least 1")
+    if not isinstance(tokens, Tensor):
+        raise InputError(f"tokens are of type {type(tokens).__name__}; give a tensor of (n_tokens,) token ids")
     if tokens.ndim != 1 or tokens.is_floating_point():
         raise InputError(
             f"tokens have shape {tuple(tokens.shape)} and dtype {tokens.dtype}; give (n_tokens,) token ids"
@@ -110,7 +112,7 @@ def _windows(model: PreTrainedModel, tokens: Tensor, seq_len: int, max_windows: 
             " give a longer text or a smaller --seq-len"
         )
     n_windows = min(n_windows, max_windows or n_windows)
-    windows = tokens[: n_windows * seq_len].view(n_windows, seq_len)
+    windows = tokens[: n_windows * seq_len].long().view(n_windows, seq_len)
     if (bounds := beyond_vocabulary(windows, model)) is not None:
         low, high, rows = bounds
         raise InputError(

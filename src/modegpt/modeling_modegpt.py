@@ -575,11 +575,17 @@ def compressed_attention_class(stock: type) -> type:
 
 def _eager_attention(stock: type) -> Any:
     own = getattr(sys.modules[stock.__module__], "eager_attention_forward", None)
-    if own is None:  # it is inside the stock forward (Falcon); the common one does the same
-        from transformers.models.llama.modeling_llama import eager_attention_forward
+    if own is not None:
+        return own
+    # It is inside the stock forward (Falcon). The common one does the same, but adds a mask as it is.
+    from transformers.models.llama.modeling_llama import eager_attention_forward
 
-        return eager_attention_forward
-    return own
+    def eager(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        return eager_attention_forward(module, query, key, value, mask, **options)
+
+    return eager
 
 
 @functools.cache

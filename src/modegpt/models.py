@@ -277,7 +277,8 @@ def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: to
 def read_generation_config(folder: Path, model: PreTrainedModel) -> GenerationConfig | None:
     """Return the generation settings in a model folder; without any, those of a model made of its config."""
     if (folder / "generation_config.json").is_file():
-        return GenerationConfig.from_pretrained(folder)
+        with refused(f"transformers refuses '{folder / 'generation_config.json'}'"):
+            return GenerationConfig.from_pretrained(folder)
     return model.generation_config
 
 

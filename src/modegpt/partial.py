@@ -77,7 +77,10 @@ class PartialCheckpoint:
                 f"'{self.folder}', where an unfinished run is kept, exists and holds something else: "
                 "move it away, or choose another output"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise InputError(f"'{self.folder}' cannot be made ({problem.strerror}): choose another output") from problem
         write_json(fingerprint, self.folder / IDENTITY)
         _flush(self.folder / IDENTITY)
         self._layers.mkdir()

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from .models import (
 from .packed import packing, plain
 from .ranks import LayerSizes
 from .shard_fingerprint import fingerprint
-from .shards import ShardBlocks, open_shards
+from .shards import ShardBlocks, open_shards, skeleton
 from .text_part import about_text_part, text_part
 from .versions import versions
 
@@ -56,6 +57,8 @@ class Source:
     architecture: Architecture
     dims: Dimensions
     blocks: BlockSource
+    dtype: torch.dtype
+    """Of its weights."""
     generation_config: GenerationConfig | None
     identity: Any
     """What distinguishes its weights from other weights."""
@@ -176,6 +179,18 @@ def check_ids(text: Text, source: Source) -> None:
         )
 
 
+def check_generation(source: Source) -> None:
+    """Raise `InputError` if transformers does not save the generation settings: else it says so after all the work."""
+    if source.generation_config is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            source.generation_config.save_pretrained(folder)
+        except ValueError as problem:
+            why = " ".join(str(problem).splitlines()[:2])
+            raise InputError(f"transformers does not save the model's generation_config: {why}") from problem
+
+
 def plain_text(config: CompressionConfig) -> Tensor:
     """Return windows that stand for a text which nothing will read: their shape, and no tokens."""
     return torch.zeros(1, 1, dtype=torch.int64).expand(config.samples, config.seq_len)
@@ -200,14 +215,15 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
     if isinstance(model, PreTrainedModel):
         config, name = _untied(model), _absolute(getattr(model.config, "_name_or_path", "") or IN_MEMORY)
         architecture = architecture_of(config)
+        _check_tensors(model, config)
         blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
-        generation_config, identity, notes = model.generation_config, _checksum(model), []
+        stored, generation_config, identity, notes = model.dtype, model.generation_config, _checksum(model), []
     else:
         name = _absolute(model)
         whole = outer_config(name)
         said = text_part(whole)
         packed, config = packing(said), plain(said)
-        architecture = architecture_of(config)
+        architecture, stored = architecture_of(config), own_dtype(config)
         dtype = compute_dtype(device, config)
         folder = local_folder(name)
         opened = "it has no safetensors files" if folder is None else open_shards(folder, config, dtype, device, packed)
@@ -226,7 +242,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         run_in_turn(blocks.model)
         notes += about_text_part(whole)
     dims = Dimensions.of(architecture, config)
-    return Source(name, config, architecture, dims, blocks, generation_config, identity, notes)
+    return Source(name, config, architecture, dims, blocks, stored, generation_config, identity, notes)
 
 
 def run_fingerprint(
@@ -252,7 +268,7 @@ def run_fingerprint(
 
 def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
     """Return the dtype of the written weights."""
-    return own_dtype(source.config) if config.dtype == "auto" else getattr(torch, config.dtype)
+    return source.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
 def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:
@@ -297,6 +313,25 @@ def cached_numbers(
         numbers["dense"] += architecture.dense_cached(dims, outputs)
         numbers["compressed"] += architecture.cached(dims, own, outputs)
     return numbers
+
+
+def _check_tensors(model: PreTrainedModel, config: Any) -> None:
+    """Refuse a model in memory whose tensors are not those that transformers makes of its config.
+
+    The compressed model is made of that config, too: a mask of a pruned layer would be lost, its weight made at random.
+
+    Raises:
+        InputError: names the first tensor that differs.
+    """
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    said = {name: tuple(tensor.shape) for name, tensor in skeleton(config).state_dict().items()}
+    for name in (*said, *own):
+        if own.get(name) != said.get(name):
+            here, there = (f"of shape {shapes[name]}" if name in shapes else "not there" for shapes in (own, said))
+            raise InputError(
+                f"the model's weights are not those of its config: '{name}' is {here}, and by the config {there}; make "
+                "pruned or wrapped layers plain (prune.remove, merge_and_unload), and let the config tell all sizes"
+            )
 
 
 def _checksum(model: PreTrainedModel) -> str:

@@ -133,12 +133,11 @@ class Run:
 
         Raises:
             InputError: the sparsity cannot be reached, whatever the scores.
-            NumericalError: a tensor outside the blocks is too large for float16.
+            NumericalError: a tensor outside the blocks is NaN or infinite, or too large for float16.
         """
         self.allocate(alike(self.config.allocation, self.source.dims.n_layers))
-        if self.out_dtype == torch.float16:
-            with self.watch.stage("load"):
-                self._other_tensors()
+        with self.watch.stage("load"):
+            self._other_tensors()
 
     def _once(
         self, name: str, compute: Callable[[], Tensor | None], partial: PartialCheckpoint | None
@@ -306,6 +305,9 @@ class Run:
 
     def _other_tensors(self) -> dict[str, Tensor]:
         other = self.source.blocks.other_tensors()
+        for name, tensor in other.items():
+            if tensor.is_floating_point() and not all_finite(tensor):
+                raise NumericalError(f"NaN or infinity in '{name}': check the model's weights")
         return self._checked(
             {
                 name: tensor.to(self.out_dtype, copy=True) if tensor.is_floating_point() else tensor.clone()

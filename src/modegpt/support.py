@@ -133,6 +133,8 @@ def _positions(config: Any, architecture: Architecture, dims: Dimensions, sizes:
 def _window(config: Any, dims: Dimensions) -> str:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
+    if local := getattr(config, "attention_layers", []).count("local"):
+        window, types = config.window_size, ["sliding_attention"] * local
     counts = Counter(types) if types else Counter({"sliding_attention" if window else "full_attention": dims.n_layers})
     full, sliding = counts["full_attention"], counts["sliding_attention"] if window else 0
     if sliding:

@@ -13,7 +13,7 @@ VOCABULARY = 101
 D_HEAD = 16
 D_INT = 80
 MIN_LAYERS = 3
-BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types")
+BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers")
 """What configs list by layer; the second is 1 where a layer does have the rotary embedding."""
 WINDOW = 6
 """Sliding window and trained length: shorter than what the checks run, so that they are passed."""
@@ -40,6 +40,7 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "max_position_embeddings": 4 * TRAINED,
         "original_max_position_embeddings": TRAINED,
         "sliding_window": WINDOW,
+        "window_size": WINDOW,
         architecture.n_experts: 4,
         architecture.experts_per_token: 2,
         "n_group": 2,
@@ -73,6 +74,8 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
     for name, known in kinds.items():
         if known:
             _set(small, name, known + known[:1] * (small.num_hidden_layers - len(known)))
+    if kinds["attention_layers"]:  # of GPT-Neo, whose config is written as runs of them
+        small.attention_types = [[[kind], 1] for kind in small.attention_layers]
     for name, value in sizes.items():
         if _known(config, name):  # none is a switch, too: of experts, say
             _set(small, name, value)

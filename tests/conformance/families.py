@@ -11,6 +11,7 @@ from transformers import (
     AfmoeConfig,
     ApertusConfig,
     ArceeConfig,
+    CodeGenConfig,
     Cohere2Config,
     Cohere2MoeConfig,
     CohereConfig,
@@ -36,6 +37,7 @@ from transformers import (
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
+    GPTNeoConfig,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
@@ -153,6 +155,8 @@ which a state that was lost would change by their own size."""
 ROUTED = 1e-5
 """Where the router computes in float32, in a float64 model too: its shares round at 6e-8, and the logits are near 10. A
 token that was sent elsewhere would change them by their own size."""
+SCORES = 1e-5
+"""Where the stock scores are float32, in a float64 model too: of size ten as logits are, they round at 6e-7."""
 MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.25,
@@ -215,6 +219,9 @@ class Family:
 
     stepwise: float = 1e-11
     """Allowed difference, in float64 as well, of logits read at once and piece by piece."""
+
+    static: bool = True
+    """Whether the stock model takes a static cache."""
 
     whole_mlps: int = 0
     """First layers whose MLP is not one of experts, and stays whole."""
@@ -336,9 +343,26 @@ FAMILIES = [
     Family("gpt2", lambda: GPT2Config(**NO_WIDTH, scale_attn_by_inverse_layer_idx=True)),
     Family("gpt_bigcode", lambda: GPTBigCodeConfig(**NO_WIDTH)),
     Family("gpt_bigcode-heads", lambda: GPTBigCodeConfig(**NO_WIDTH, multi_query=False, scale_attn_weights=False)),
-    # Until transformers 5.23 the stock scores, of size ten as logits are, are float32 in float64, too: 6e-8 of them.
-    Family("gptj", lambda: GPTJConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo"), stepwise=1e-5),
+    # Its scores are float32 until transformers 5.23.
+    Family("gptj", lambda: GPTJConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo"), stepwise=SCORES),
+    Family("codegen", lambda: CodeGenConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo")),
+    Family(
+        "gpt_neo",
+        lambda: GPTNeoConfig(**NO_WIDTH, attention_types=[[["global", "local", "local"], 1]], window_size=WINDOW),
+        whole=("qk", "vo"),
+        exact=SCORES,
+        stepwise=SCORES,
+        static=False,
+    ),
     Family("gpt_neox", lambda: GPTNeoXConfig(**SIZES, rope_parameters=HALF_ROTARY)),
+    # Of 3 coordinates, 0.4 of a head, transformers turns 4.
+    Family(
+        "gpt_neox-odd", lambda: GPTNeoXConfig(**SIZES, rope_parameters={**WHOLE_ROTARY, "partial_rotary_factor": 0.4})
+    ),
+    Family(
+        "gpt_neox-proportional",  # whose tables span whole heads all the same
+        lambda: GPTNeoXConfig(**SIZES, rope_parameters={**HALF_ROTARY, "rope_type": "proportional"}),
+    ),
     Family(
         "gpt_neox-sequential",
         lambda: GPTNeoXConfig(**SIZES, rope_parameters=HALF_ROTARY, use_parallel_residual=False),

@@ -112,6 +112,14 @@ def test_shapes_and_parameter_counts_follow_the_ranks(pair: Pair):
     assert pair.dense.num_parameters() - pair.compressed.num_parameters() == saved > 0
 
 
+def test_eager_attention_of_falcon_takes_a_boolean_mask(pairs: dict[str, Pair]):
+    """As the stock one does, which masks by itself; the common one would add it to the scores."""
+    model, ids = in_float64(pairs["falcon"].compressed), tokens()
+    mask = torch.ones(20, 20, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits(model, ids, attention_mask=mask), logits(model, ids), rtol=0, atol=1e-11)
+
+
 def test_sdpa_and_eager_agree_and_eager_returns_the_attentions(pair: Pair):
     model = copy.deepcopy(pair.compressed)
     model.set_attn_implementation(kernels(pair)[-1])

@@ -30,10 +30,16 @@ def generate(model, ids, **options):
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
 
+def skip_what_stock_lacks(pair: Pair, way: str) -> None:
+    if "static" in way and not pair.family.static:
+        pytest.skip("the stock attention masks a static cache wrongly")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_equals_the_full_forward(pair: Pair, way: str):
     if way == "offloaded" and not torch.cuda.is_available():
         pytest.skip("the offloaded cache needs a GPU")
+    skip_what_stock_lacks(pair, way)
     expected = greedy(pair.compressed, PROMPT, NEW)
     assert (expected[:, -NEW:].diff() != 0).any(), "a constant continuation would hide a broken cache"
     assert torch.equal(generate(pair.compressed, PROMPT, **WAYS[way]), expected)
@@ -41,6 +47,7 @@ def test_generate_equals_the_full_forward(pair: Pair, way: str):
 
 @pytest.mark.parametrize("way", ["dynamic", "static", "chunked prefill, static"])
 def test_left_padded_batches(pair: Pair, way: str):
+    skip_what_stock_lacks(pair, way)
     lengths = (9, 6, 3)
     ids, mask = PROMPT.clone(), torch.ones_like(PROMPT)
     for row, length in enumerate(lengths):
@@ -56,7 +63,7 @@ def test_left_padded_batches(pair: Pair, way: str):
 def test_beam_search(pair: Pair):
     options = {"num_beams": 3, "length_penalty": 0.0}
     expected = generate(densify(pair.family, pair.compressed, pair.dense), PROMPT, **options)
-    for cache in ({}, {"use_cache": False}, {"cache_implementation": "static"}):
+    for cache in ({}, {"use_cache": False}, *([{"cache_implementation": "static"}] if pair.family.static else [])):
         assert torch.equal(generate(pair.compressed, PROMPT, **options, **cache), expected)
 
 

@@ -20,9 +20,10 @@ from .falcon_h1 import FALCON_H1
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
 from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
 from .gpt2 import GPT2, GPT_BIGCODE
+from .gpt_neo import GPT_NEO
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
-from .gptj import GPTJ
+from .gptj import CODEGEN, GPTJ
 from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HY_V3
@@ -90,6 +91,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         GPT2,
         GPT_BIGCODE,
         GPTJ,
+        CODEGEN,
+        GPT_NEO,
         GPT_NEOX,
         FALCON,
         FALCON_H1,

@@ -36,8 +36,11 @@ class Dimensions:
             d_head = getattr(config, "head_dim", None) or d_head
             n_kv_heads = getattr(config, kv_heads, None) if isinstance(kv_heads, str) else kv_heads
             rotary_dim = d_head if architecture.rotary else 0
-        if architecture.partial_rotary:
-            rotary_dim = int(d_head * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        rope = config.rope_parameters if architecture.partial_rotary else {}
+        # Proportional tables span the whole head, with angles of 0 behind the part that turns.
+        if rope.get("rope_type") != "proportional" and "partial_rotary_factor" in rope:
+            turned = int(d_head * rope["partial_rotary_factor"])
+            rotary_dim = turned + turned % 2  # half a pair is a whole one in transformers' tables
         return cls(
             n_layers=config.num_hidden_layers,
             d_model=config.hidden_size,

@@ -1,4 +1,6 @@
-"""GPT-J."""
+"""GPT-J, and its kin of code models, CodeGen."""
+
+from dataclasses import replace
 
 from .spec import Architecture
 
@@ -14,4 +16,14 @@ GPTJ = Architecture(
     parallel=True,
     width="n_inner",
     notes="GPT-J 6B; the MLPs alone, as sines and cosines come in an order of their own; parallel blocks",
+)
+
+CODEGEN = replace(
+    GPTJ,
+    model_type="codegen",
+    name="CodeGen",
+    query="qkv_proj",
+    key="qkv_proj",
+    value="qkv_proj",
+    notes="CodeGen 350M to 16B; as `gptj`",
 )

@@ -40,6 +40,8 @@ HELP = {
     "max_host_memory": "Bytes of hidden states in memory; the rest goes to disk.",
 }
 """By field of `CompressionConfig`, in the order in which `--help` shows them."""
+PLANNED = ("sparsity", "allocation")
+"""What a plan of ranks says in their place."""
 
 
 def configured(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -74,6 +76,9 @@ def _option(field: str) -> inspect.Parameter:
         option: Any = DEVICE
     elif field == "plan":
         option, hint = typer.Option(None, metavar="FILE", help=HELP[field]), Path | None
+    elif field in PLANNED:
+        # Whether it was given is to be known: a plan takes none, not even the default.
+        option, hint = typer.Option(None, help=f"{HELP[field]} \\[default: {default}]"), hint | None
     elif field in ("temperature", "modules"):
         shown = default if isinstance(default, str) else ",".join(default)
         option, hint = typer.Option(shown, help=HELP[field]), str
@@ -88,8 +93,9 @@ def _config(given: dict[str, Any]) -> CompressionConfig:
     if (file := given.get("plan")) is not None:
         from ..plan_file import read_plan
 
-        for field in ("sparsity", "allocation"):
-            if given.get(field, getattr(DEFAULTS, field)) != getattr(DEFAULTS, field):
+        for field in PLANNED:
+            if given.get(field) is not None:
                 raise InputError(f"--plan gives the ranks of every layer: leave out --{field}")
         given |= {"plan": read_plan(file), "allocation": "plan"}
+    given |= {field: getattr(DEFAULTS, field) for field in PLANNED if given.get(field, "") is None}
     return CompressionConfig(**given)
