@@ -194,8 +194,8 @@ class CompressionConfig:
         return {**asdict(self), "modules": list(self.modules), "plan": plan}
 
 
-def _is_positive(value: float | str) -> bool:
-    return isinstance(value, Real) and math.isfinite(value) and value > 0
+def _is_positive(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value) and float(value) > 0
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
