@@ -343,9 +343,9 @@ FAMILIES = [
     Family("gpt2", lambda: GPT2Config(**NO_WIDTH, scale_attn_by_inverse_layer_idx=True)),
     Family("gpt_bigcode", lambda: GPTBigCodeConfig(**NO_WIDTH)),
     Family("gpt_bigcode-heads", lambda: GPTBigCodeConfig(**NO_WIDTH, multi_query=False, scale_attn_weights=False)),
-    # Its scores are float32 until transformers 5.23.
+    # The scores of both are float32 until transformers 5.23.
     Family("gptj", lambda: GPTJConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo"), stepwise=SCORES),
-    Family("codegen", lambda: CodeGenConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo")),
+    Family("codegen", lambda: CodeGenConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo"), stepwise=SCORES),
     Family(
         "gpt_neo",
         lambda: GPTNeoConfig(**NO_WIDTH, attention_types=[[["global", "local", "local"], 1]], window_size=WINDOW),
