@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -551,3 +552,18 @@ def test_bad_arguments(arguments, message):
 def test_a_score_that_is_not_finite_names_the_layer(bad):
     with pytest.raises(NumericalError, match="layer 1"):
         allocate("influence", [SMOL] * 2, 0.3, MODULES, [0.1, bad])
+
+
+def test_no_width_goes_below_one_multiple():
+    size = llama(64, 128, 16, 4)
+    most = 64 * size.cost["mlp"] / size.total
+    with pytest.raises(InputError, match="largest possible"):
+        allocate("width", [size] * 2, most + 0.05, round_to=64)
+
+
+def test_a_block_loses_at_most_its_share_of_all_that_it_holds():
+    """What has no rank counts, too: with as many parameters beside, 35 % of a block are 70 % of what can go."""
+    size = llama(64, 128, 16, 4)
+    size = replace(size, total=2 * size.total)
+    found = allocate("influence", [size] * 2, 0.3, scores=[0.1, 0.2], max_sparsity=0.35)
+    assert abs(removed([size] * 2, found) - 0.3 * 2 * size.total) <= size.cost["vo"] * 2

@@ -270,3 +270,9 @@ def test_other_copies_of_the_weights_are_not_counted_as_files(tiny_llama_dir: Pa
     folder = shutil.copytree(tiny_llama_dir, tmp_path / "model")
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
     assert file_bytes(str(folder)) == (tiny_llama_dir / "model.safetensors").stat().st_size
+
+
+def test_decoding_is_counted_halfway():
+    costs, (row,) = benchmark({"model": compressed_llama()}, SMALL)
+    halfway = 6 + (SMALL.new_tokens + 1) // 2
+    assert row["models"]["model"]["decode_macs"] == 2 * costs["model"].decode_macs(halfway)

@@ -21,6 +21,7 @@ from modegpt.damage import COMPARED, LOGIT_COST, SEEN_COST, divergence, hold_out
 from modegpt.errors import InputError, NumericalError
 from modegpt.filling import fill_exponential
 from modegpt.ranks import LayerSizes, open_slots, trial_rank
+from modegpt.scored import Scored
 
 
 def sizes(n_layers: int) -> list[LayerSizes]:
@@ -224,3 +225,24 @@ def test_a_quarter_of_the_windows_at_most_is_held_out():
     for count in (1, 2):  # two processes need two windows to see
         seen, held = hold_out(windows[:count], 2)
         assert (len(seen), len(held)) == (count, 1)
+
+
+def test_of_a_long_window_the_first_tokens_are_held_out():
+    _seen, held = hold_out(torch.arange(8 * 4096).view(8, 4096), 1)
+    assert held[:, 0].tolist() == [0, 4 * 4096]
+
+
+def test_a_trial_is_below_full_rank_where_there_is_one_below():
+    assert [trial_rank(2, 1), trial_rank(3, 1), trial_rank(4, 2), trial_rank(1, 1)] == [1, 2, 2, 1]
+
+
+def test_scores_are_kept_by_solver():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    dense = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, initializer_range=0.2)).eval()
+    windows = torch.randint(64, (12, 16), generator=torch.Generator().manual_seed(1))
+    configs = [CompressionConfig(sparsity=0.3, allocation="error", solver=solver) for solver in ("paper", "best")]
+    scored = Scored(dense, windows)
+    together = [scored.plan(config).config.plan for config in configs]
+    assert together == [Scored(dense, windows).plan(config).config.plan for config in configs]
+    assert together[0] != together[1]

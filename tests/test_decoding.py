@@ -133,3 +133,15 @@ def test_a_step_compiles_once_for_all_positions(model):
     torch.testing.assert_close(torch.cat(logits, dim=1), model(text).logits[:, 5:], **ROUNDING)
     targets = {node.target.__name__ for node in graphs[0].graph.nodes if callable(node.target)}
     assert "scaled_dot_product_attention" not in targets
+
+
+def test_one_token_in_training_is_subject_to_dropout():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=50, num_hidden_layers=3, attention_dropout=0.5)
+    dense, architecture, shapes = LlamaForCausalLM(config), architecture_of(config), SHAPES[:1] * 3
+    for block, shape in zip(decoder_layers(dense, architecture.describe()), shapes, strict=True):
+        shrink_block(block, architecture.describe(), shape, config)
+    model = build(compressed_config(config, architecture, shapes), dense.state_dict()).train()
+    drawn = [model(ids(1)).logits for _ in range(4)]
+    assert not all(torch.equal(drawn[0], each) for each in drawn[1:])

@@ -39,6 +39,8 @@ def equal_of_two(model: Path, tmp_path: Path, *settings: str) -> None:
     reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two")]
     assert reports[1]["processes"] == 2
     assert [layer["ranks"] for layer in reports[0]["layers"]] == [layer["ranks"] for layer in reports[1]["layers"]]
+    for left, right in zip(*(report["layers"] for report in reports), strict=True):
+        assert left["error"] == pytest.approx(right["error"], rel=1e-4, abs=1e-6)  # as the weights, and then a root
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys()
     for name, left in one.items():

@@ -22,9 +22,11 @@ from modegpt.distributed import Team
 from modegpt.expert_refit import ExpertRefit
 from modegpt.experts import in_turn, routed, told, watched
 from modegpt.hidden_states import HiddenStates
+from modegpt.importance import outlier_ratio
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.preparation import EXPERT_STEP
+from modegpt.scoring import OutlierScorer
 from modegpt.shards import ShardBlocks, skeleton
 from modegpt.solvers import SOLVERS
 from modegpt.solvers.experts import decide, unseen
@@ -452,3 +454,86 @@ def test_a_tiny_model_is_made_of_the_default_config_of_latent_attention():
     with torch.no_grad():
         logits = random_model(tiny_config(config, architecture_of(config)))(WINDOWS).logits
     assert torch.isfinite(logits).all()
+
+
+class Sent(NamedTuple):
+    """A pass through a mixture, and what it should give."""
+
+    states: torch.Tensor
+    wanted: torch.Tensor
+    chosen: torch.Tensor
+    shares: torch.Tensor
+    weights: torch.Tensor
+
+
+@torch.no_grad()
+def refitted_to(experts: Any, dtype: torch.dtype) -> tuple[Sent, torch.Tensor, float]:
+    """Refit experts on 64 tokens, two of three a token, and return these, what was lacking before, and the error."""
+    generator = torch.Generator().manual_seed(7)
+    states, wanted = torch.randn(2, 64, experts.down_proj.shape[1], generator=generator)
+    chosen = torch.stack([torch.randperm(len(experts.down_proj), generator=generator)[:2] for _ in range(64)])
+    sent = Sent(states, wanted, chosen, torch.rand(64, 2, generator=generator), torch.rand(64, generator=generator))
+    refit = ExpertRefit(experts, HiddenStates(), keep=True)
+    with refit.record():
+        residual = wanted - experts(states, chosen, sent.shares)
+    refit.lacks(residual[None], sent.weights[None])
+    return sent, residual, refit.run(Team(), dtype)
+
+
+def three_experts() -> Any:
+    return random_model(MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("groups", [2, 3])
+def test_groups_of_experts_take_turns_as_the_formula_says(groups: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(expert_refit, "GROUPS", groups)
+    experts = mixture_of(three_experts())
+    before = experts.down_proj.double()
+    sent, residual, _error = refitted_to(experts, torch.float32)
+    residual, size = residual.double(), -(-3 // groups)
+    for start in range(0, 3, size):
+        group = range(3)[start : start + size]
+        together = torch.stack([(sent.chosen == number).sum(1) for number in group]).sum(0)
+        added = torch.zeros_like(residual)
+        for number in group:
+            share = (sent.shares * (sent.chosen == number)).sum(1)[:, None].double()
+            z = share * activations(experts, sent.states, number).double()
+            moment = z.mT @ ((sent.weights * together)[:, None] * z)
+            moment.diagonal().mul_(1 + TARGET_RIDGE)
+            change = torch.linalg.solve(moment, z.mT @ (sent.weights[:, None] * residual)).mT
+            # A float32 solve, of changes near 1.
+            torch.testing.assert_close(experts.down_proj[number].double(), before[number] + change, rtol=0, atol=1e-4)
+            added += z @ change.mT
+        residual = residual - added
+
+
+@torch.no_grad()
+def test_the_error_of_refitted_experts_is_that_of_the_rounded_weights():
+    experts = mixture_of(three_experts())
+    sent, _residual, error = refitted_to(experts, torch.bfloat16)
+    left = sent.wanted - experts(sent.states, sent.chosen, sent.shares)
+    lost, whole = ((sent.weights[:, None] * part.square()).sum() for part in (left, sent.wanted))
+    assert error == pytest.approx((lost / whole).sqrt().item(), rel=1e-6)
+
+
+def test_outliers_of_experts_are_of_what_they_read():
+    model = three_experts()
+    architecture, _dims = sizes_of(model)
+    block = model.model.layers[0]
+    scorer, mixture = OutlierScorer(architecture, 2.0, Team()), architecture.mixture(block)
+    read: dict[Any, Any] = {}
+    for module in (*architecture.linears(block), mixture):
+        module.register_forward_pre_hook(lambda module, inputs: read.setdefault(module, inputs))
+    with torch.no_grad(), scorer.watch(block, 0):
+        model(WINDOWS)
+    pairs = [(linear.weight, read[linear][0].flatten(0, -2)) for linear in architecture.linears(block)]
+    states, chosen, _shares = read[mixture]
+    for number in range(3):
+        own = states[(chosen == number).any(1)]
+        pairs += [(mixture.gate_up_proj[number], own)]
+        pairs += [(mixture.down_proj[number], activations(mixture, own, number).detach())]
+    norms = [inputs.double().square().sum(0).sqrt() for _weight, inputs in pairs]
+    expected = outlier_ratio([weight for weight, _inputs in pairs], norms, 2.0, 0)
+    # One of some 20,000 weights may stand on the other side of the bound in float32.
+    assert scorer.scores().item() == pytest.approx(expected, abs=1e-4)

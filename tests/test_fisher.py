@@ -1,5 +1,6 @@
 """What the logits feel of a neuron: the gradients behind the last block, the sums over tokens, the scores."""
 
+import itertools
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 from conformance.families import FAMILIES, Family, tokens
 from modegpt.architectures import architecture_of
 from modegpt.blocks import BlockSource, Calibration, PrefetchedBlocks, advance, run_block
-from modegpt.fisher import EVERY, FisherProbe, fisher_noise, stride
+from modegpt.fisher import EVERY, FisherProbe, draw_seed, fisher_noise, stride
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments
@@ -113,7 +114,7 @@ def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family, e
             z, last = states[index][0][0, probed], states[-1][1][0, probed].clone().requires_grad_()
             # One token a row: behind the blocks nothing mixes them.
             log_p = dense_logits(dense, last)
-            noise = fisher_noise(log_p.detach().float(), (5 << 40) + (number << 12))
+            noise = fisher_noise(log_p.detach().float(), draw_seed(5, number, 0))
             (root,) = torch.autograd.grad(log_p, last, noise)
             if source.architecture.mlp_norm:
                 root = before_norm(source, layers[index], z, root)
@@ -257,3 +258,24 @@ def test_what_varies_of_a_neuron_is_felt_times_the_share_that_others_do_not_make
     expected = (effect * (z - centre).square()).sum(0) * scores / energy
     expected[4] = 0
     torch.testing.assert_close(felt_by_logits(BlockMoments(sums, n_tokens=50), scores, energy), expected)
+
+
+def test_parts_of_a_window_are_drawn_apart(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modegpt.fisher.ROWS", 2)
+    drawn: list[int] = []
+
+    def noise(logits: Tensor, seed: int) -> Tensor:
+        drawn.append(seed)
+        return fisher_noise(logits, seed)
+
+    monkeypatch.setattr("modegpt.fisher.fisher_noise", noise)
+    felt(*opened(FAMILIES[0].dense(), tokens(rows=3, length=40)), torch.arange(3))
+    assert len(set(drawn)) == len(drawn) == 9
+
+
+def test_every_seed_draws_other_noise():
+    """On a CPU, too, whose generator reads 32 bits of a seed alone."""
+    logits = torch.randn(3, 50)
+    every = itertools.product((0, 5, 6), (0, 1), (0, 1))
+    draws = [fisher_noise(logits, draw_seed(seed, number, part)) for seed, number, part in every]
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(draws, 2))

@@ -1,14 +1,25 @@
 """Moments: exact sums, exact merges, and a hook set that sees every token once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
 from modegpt.blocks import Calibration, ModelBlocks, run_block
 from modegpt.config import CompressionConfig
 from modegpt.errors import NumericalError
+from modegpt.experts import Routed
 from modegpt.hidden_states import HiddenStates
 from modegpt.moments import GATES_EVERY, SHAPES, BlockMoments, record_moments
 from modegpt.surgery import needed_moments
@@ -321,3 +332,33 @@ def test_which_tokens_count_does_not_hang_on_how_windows_are_shared():
     assert shared.n_tokens == whole.n_tokens == 7 + 5  # of 21 and of 14 tokens
     for name in ("mlp", "gate"):
         torch.testing.assert_close(shared[name], whole[name], **CLOSE)
+
+
+def test_moments_of_an_expert_are_whole(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(PANEL, "cpu", 4)
+    torch.manual_seed(0)
+    moments = BlockMoments.zeros(replace(DIMS, n_experts=2), ["experts"])
+    z, shares = torch.randn(9, DIMS.d_int), torch.rand(9, 1)
+    moments.update_experts([Routed(1, torch.arange(9), shares, z)])
+    expected = ((shares * z).T @ (shares * z)).double()
+    torch.testing.assert_close(moments.expert(1)["mlp"], expected, **CLOSE)
+
+
+def test_token_weights_are_for_what_a_refit_reads():
+    torch.manual_seed(3)
+    block, architecture, dims, calibration = first_block(llama())
+    names, taken = ("query", "key", "value", "key_sum", "query_moment"), []
+    for weights in (None, [torch.rand(2, 8).double(), torch.rand(1, 8).double()]):
+        moments = BlockMoments.zeros(dims, names)
+        with record_moments(block, architecture, dims, moments, weights):
+            list(run_block(block, 0, calibration, torch.device("cpu")))
+        taken.append(moments)
+    assert all(torch.equal(taken[0][name], taken[1][name]) for name in names)
+
+
+def test_the_bias_of_the_projection_that_is_refitted_decides():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
+    # Its values have biases, and its output projection has none that could hold a mean.
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=1, vocab_size=50))
+    block, architecture, dims, _calibration = first_block(model)
+    assert needed_moments(("vo",), block, architecture, dims, CompressionConfig()) == ("context",)

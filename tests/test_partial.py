@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from modegpt import CompressionConfig, InputError, NumericalError
+from modegpt import CompressionConfig, InputError, NumericalError, partial
 from modegpt.checkpoint import check_output
 from modegpt.compress import compress, compress_to_folder
 from modegpt.partial import PartialCheckpoint
@@ -245,3 +245,59 @@ def test_another_spelling_of_the_model_resumes(
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "out"]
     assert json.loads((tmp_path / "out" / "report.json").read_text())["model"] == str(tmp_path / "model")
+
+
+def test_files_are_numbered_from_one(tmp_path: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("modegpt.partial.MAX_FILE_BYTES", 0)
+    compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "out", CONFIG)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert (tmp_path / "out" / "generation_config.json").is_file()
+
+
+def test_the_folder_that_is_replaced_stays_until_the_new_one_is_there(
+    tmp_path: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    (out / "old").touch()
+
+    def stop(self: Path, target: Path) -> Path:
+        if self.name == "model":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, overwrite=True)
+    assert (out / "old").exists() or (tmp_path / "out.partial" / "previous" / "old").exists()
+
+
+def test_all_is_on_the_device_before_it_has_its_name(
+    tmp_path: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    flushed: set[str] = set()
+    replace, rename, flush, asked = Path.replace, Path.rename, partial._flush, []
+
+    def note(path: Path) -> None:
+        flush(path)
+        flushed.add(path.name)
+
+    def replaced(self: Path, target: Path) -> Path:
+        if "layers" in self.parts:
+            asked.append(self.name)
+            assert self.name in flushed
+        return replace(self, target)
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name == "model":
+            asked.append(self.name)
+            assert {path.name for path in self.iterdir() if path.is_file()} <= flushed
+        return rename(self, target)
+
+    monkeypatch.setattr(partial, "_flush", note)
+    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "out", CONFIG)
+    assert len(asked) > 1
+    assert asked[-1] == "model"

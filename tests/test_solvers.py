@@ -11,13 +11,14 @@ from modegpt.architectures.access import Affine, BlockWeights
 from modegpt.config import PRESETS, CompressionConfig
 from modegpt.config import SOLVERS as NAMES
 from modegpt.decompose.energy import energy_scores
+from modegpt.decompose.fold import folded_up
 from modegpt.decompose.logits import gram, logit_selection
-from modegpt.decompose.nystrom import highest
+from modegpt.decompose.nystrom import highest, refit_weight
 from modegpt.decompose.saliency import saliencies
 from modegpt.moments import SHAPES, BlockMoments
 from modegpt.solvers import SOLVERS, split_rank
 from modegpt.solvers.bias import centred
-from modegpt.solvers.mlp import SALIENCY_RIDGE, as_used, chosen_scores
+from modegpt.solvers.mlp import FOLD_RIDGE, RIDGE, SALIENCY_RIDGE, as_used, chosen_scores
 from modegpt.solvers.query_key import RIDGE as LOGITS_RIDGE
 
 ROUNDING = {"rtol": 1e-9, "atol": 1e-9}
@@ -312,3 +313,43 @@ def test_of_two_that_tell_the_same_the_saliency_drops_both_and_is_not_followed()
     alone, energies = saliencies(lone, down, SALIENCY_RIDGE), energy_scores(lone, down)
     assert chosen_scores([alone, energies], lone, down, 4) is alone
     assert chosen_scores([alone], moment, down, 4) is alone
+
+
+def test_the_bias_of_an_up_row_is_folded_with_it():
+    torch.manual_seed(1)
+    dims = dims_of()
+    weights, z, a = weights_of(dims), normal(TOKENS, dims.d_int), normal(TOKENS, dims.d_int)
+    moments = moments_of(dims, mlp=z)
+    moments.sums["gate"] = (a.T @ a).float()
+    found = SOLVERS["mlp"]["energy"].ahead(weights, dims, moments, 7, CONFIG).weights["ups"]
+    kept = torch.tensor([(weights.ups[0].weight == row).all(1).nonzero().item() for row in found[0].weight])
+    moment, down = as_used(moments), weights.down.weight.float()
+    up = torch.cat((weights.ups[1].weight, weights.ups[1].bias[:, None]), dim=1).float()
+    rows = folded_up(moments["gate"], up, down, kept, refit_weight(moment, down, kept, RIDGE), FOLD_RIDGE)
+    torch.testing.assert_close(found[1].weight, rows[:, :-1])
+    torch.testing.assert_close(found[1].bias, rows[:, -1])
+
+
+def test_a_neuron_that_only_uncounted_tokens_use_is_not_dead():
+    torch.manual_seed(1)
+    dims = dims_of()
+    z = normal(60, dims.d_int)
+    z[::3, 3], z[:, 4] = 0, 0
+    some = z[::3]
+    moments = BlockMoments({"mlp": some.T @ some, "mlp_energy": z.square().sum(0)}, 20, every=3)
+    notes = SOLVERS["mlp"]["energy"].ahead(weights_of(dims, bias=False), dims, moments, 7, CONFIG).notes
+    assert notes == ["1 neurons are zero on the whole calibration text"]
+
+
+def test_contexts_are_fitted_to_what_varies():
+    """With a bias, a mean of the contexts changes neither the output weights nor the error."""
+    torch.manual_seed(4)
+    dims = dims_of()
+    weights, u = weights_of(dims), normal(TOKENS, dims.n_heads * dims.d_head)
+    first, second = (
+        SOLVERS["vo"]["context"].decide(weights, dims, moments_of(dims, context=u + shift), 4, CONFIG)
+        for shift in (0, 5)
+    )
+    close = {"rtol": 1e-6, "atol": 1e-6}  # float32 weights
+    torch.testing.assert_close(first.weights["output"].weight, second.weights["output"].weight, **close)
+    assert first.error == pytest.approx(second.error, rel=1e-6)

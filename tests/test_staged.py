@@ -480,3 +480,48 @@ def test_logits_of_short_and_long_sequences_are_measured_at_every_length():
         assert bool((total.diagonal(dim1=1, dim2=2) >= 0).all())
         assert (total.abs().max() > 0) == (length > 1)
         assert math.isclose((total - total.mT).abs().max().item(), 0, abs_tol=1e-6 * total.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "mixtral"])
+def test_what_experts_lack_is_in_the_units_of_the_mixture(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Times the block's factor, and added to the stream behind attention, it is the dense model's."""
+    family = BY_NAME[name]
+    source, calibration = opened(family)
+    dense, lacks = shifted(calibration), staged.ExpertRefit.lacks
+    told: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def tell(self: staged.ExpertRefit, residual: torch.Tensor, weights: torch.Tensor) -> None:
+        assert self._given is not None
+        told.append((residual, weights, self._given.clone()))
+        lacks(self, residual, weights)
+
+    monkeypatch.setattr(staged.ExpertRefit, "lacks", tell)
+    compressed(source, calibration, {**family.full_ranks()[0], "mlp": 16}, CompressionConfig(solver="best"), dense)
+    block, middles = source.blocks.peek(0, CPU), []
+    source.architecture.middle_module(block).register_forward_pre_hook(
+        lambda _module, inputs: middles.append(inputs[0].clone())
+    )
+    list(run_block(block, 0, calibration, CPU))
+    factor = float(source.architecture.mlp_factor)
+    assert (factor == 1) == (name == "mixtral")
+    assert calibration.weights is not None
+    for (residual, weights, given), target, rarity, middle in zip(
+        told, dense.hidden, calibration.weights, middles, strict=True
+    ):
+        torch.testing.assert_close(weights, (rarity / target.norm(dim=-1)).float())
+        added = factor * (residual + given.view_as(residual))
+        torch.testing.assert_close(middle + added, target, rtol=1e-4, atol=1e-4)  # float32 sums of states near 10
+
+
+def test_what_was_repaired_in_attention_is_still_told():
+    family = BY_NAME["llama-grouped"]
+    source, calibration = opened(family)
+    config, ranks = CompressionConfig(solver="best"), family.ranks()[0]
+    block, first = compressed(source, calibration, {**ranks, "mlp": source.dims.d_int}, config)
+    first.repairs.append("told before")
+    needed = needed_moments(("mlp",), block, source.architecture, source.dims, config)
+    moments = moments_of(source, block, calibration, needed)
+    found = compress_block(
+        block, source.architecture, source.dims, moments, ranks, config, source.config, 0, ("mlp",), first
+    )
+    assert found.repairs[:1] == ["told before"]

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from modegpt import CompressionConfig, InputError, MissingExtraError, NumericalError, compress, evaluate_tasks
 from modegpt.calibration import draw_windows, tokenize
 from modegpt.harness import _manager
-from modegpt.zero_shot import PRESETS, open_tasks
+from modegpt.zero_shot import PRESETS, TaskResult, _mean, open_tasks
 
 WORDS = ("a list", "a mapping of keys", "an integer", "the name", "one or more statements", "None", "an exception")
 LINES = 14
@@ -410,3 +410,8 @@ def test_half_of_a_surrogate_pair_is_told_by_its_line(tmp_path: Path):
     path.write_text('{"query": "q \\ud800", "choices": ["a", "b"], "gold": 0}\n')
     with pytest.raises(InputError, match="line 1 of task file"):
         open_tasks([str(path)])
+
+
+def test_none_right_by_length_is_a_figure():
+    task = TaskResult("a", "a", None, 0.5, 0.1, 0.0, 0.1, 4, 0, 0.0, {})
+    assert _mean([task]).acc_norm == 0

@@ -31,6 +31,8 @@ Every thirteenth does nearly as well; a quarter of the windows does not (docs/lo
 HEAD_SHARE = 0.08
 """Of the multiplications of one pass over the blocks, what the head may cost: a small model with a large vocabulary has
 more of them in its head than in all its blocks, and fewer of its tokens are probed (docs/log.md)."""
+_SPREAD = 0x9E3779B1
+"""An odd number near `2^32` over the golden ratio, by which Knuth hashes: seeds side by side end up far apart."""
 ROWS = 128
 """Distributions over the vocabulary that are in memory at once."""
 
@@ -120,7 +122,7 @@ class FisherProbe:
         def rows() -> Iterator[Tensor]:
             windows = (window for states in hidden for window in states)
             parts = (
-                _Part(((self._seed << 40) + (number << 12) + part) % 2**63, probed)
+                _Part(draw_seed(self._seed, number, part), probed)
                 for number, window in zip(self._numbers, windows, strict=True)
                 for part, probed in enumerate(window[self._probed].split(ROWS))
             )
@@ -216,6 +218,14 @@ def _grouped(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         group.append(part)
     if group:
         yield group
+
+
+def draw_seed(seed: int, number: int, part: int) -> int:
+    """Return the seed of one draw: of a run's seed, a window's number below 2^20, and the part of that window.
+
+    It has 32 bits, as a CPU's generator leaves out what is above them.
+    """
+    return (seed * _SPREAD + (number << 12) + part) % 2**32
 
 
 def fisher_noise(logits: Tensor, seed: int) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import CohereConfig, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, Phi3Config
+from transformers import CohereConfig, Gemma3TextConfig, GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2MoeConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
@@ -17,7 +17,7 @@ from modegpt.modeling_modegpt import compressed_class, decoder_layers
 from modegpt.preparation import layer_sizes
 
 from .conftest import Pair
-from .families import GROUPED, LLAMA_3, SIZES, Family, tokens
+from .families import EXPERTS, GROUPED, LLAMA_3, SIZES, WINDOW, Family, tokens
 from .helpers import compressed_from, densify, in_float64
 
 
@@ -118,6 +118,18 @@ def test_eager_attention_of_falcon_takes_a_boolean_mask(pairs: dict[str, Pair]):
     mask = torch.ones(20, 20, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(logits(model, ids, attention_mask=mask), logits(model, ids), rtol=0, atol=1e-11)
+
+
+def test_layers_with_full_attention_have_no_window():
+    """Of Qwen 2 with experts, whose config sets one window for all; flash kernels read it from here."""
+    switches = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+    sizes = {**SIZES, **GROUPED, **EXPERTS, "shared_expert_intermediate_size": 24}
+    family = Family("windows", lambda: Qwen2MoeConfig(**sizes, **switches))
+    model = compressed_from(family, family.dense(), family.ranks())
+    kinds = model.config.layer_types
+    assert set(kinds) == {"full_attention", "sliding_attention"}
+    windows = [layer.self_attn._window() for layer in model.model.layers]
+    assert windows == [WINDOW if kind == "sliding_attention" else None for kind in kinds]
 
 
 def test_sdpa_and_eager_agree_and_eager_returns_the_attentions(pair: Pair):

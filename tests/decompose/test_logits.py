@@ -283,3 +283,17 @@ def test_a_moment_with_a_negative_direction_is_refused():
     moment[0, 0, 1] = moment[0, 1, 0] = 1.5
     with pytest.raises(NotPositiveDefiniteError, match="negative direction"):
         logit_selection(moment, n_kv_heads=2, n_pairs=1, n_plain=0, rotary_dim=4, ridge=0.01)
+
+
+@pytest.mark.parametrize("seed", [7, 24, 37])
+def test_each_further_pair_to_go_is_the_best_single_one(seed: int):
+    """These are problems on which what the pairs gone before share with the next one decides."""
+    *_, q, k, attention = problem(seed)
+    moment, plain = gram(q, k, attention, ROTARY), list(range(ROTARY, D_HEAD))
+    before, after = (logit_selection(moment, N_KV_HEADS, n, N_PLAIN, ROTARY, 0.01).pairs for n in (2, 1))
+    for group, heads in enumerate(moment.unflatten(0, (N_KV_HEADS, -1))):
+        losses = {
+            pair: sum(corrected(head, places_of([pair], plain), 0.01)[1].item() for head in heads)
+            for pair in before[group].tolist()
+        }
+        assert after[group].tolist() == [min(losses, key=losses.__getitem__)]
