@@ -182,6 +182,14 @@ def test_nan_outside_the_blocks_is_named_before_any_work(solver: str, name: str,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_config_of_a_model_in_memory_is_left_as_it_was():
+    model = tiny_llama()
+    model.config.dtype = None
+    before = model.config.to_dict()
+    modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25))
+    assert model.config.to_dict() == before
+
+
 def test_the_dtype_is_that_of_the_weights_whatever_the_config_says():
     config = CompressionConfig(sparsity=0.0)
     narrow = tiny_llama().bfloat16()

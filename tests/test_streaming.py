@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,8 +93,7 @@ def test_streamed_equals_in_memory_and_transformers_bytes(make, tmp_path: Path):
     streamed = modegpt.compress(tmp_path / "dense", windows(), config, out=tmp_path / "a", tokenizer=None)
     assert not any("not streamed" in warning for warning in streamed.modegpt_report["warnings"])
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    dense.config.dtype = streamed.dtype
-    in_memory = modegpt.compress(dense, windows(), config)
+    in_memory = modegpt.compress(dense, windows(), replace(config, dtype=str(streamed.dtype).removeprefix("torch.")))
     for (name, left), right in zip(streamed.state_dict().items(), in_memory.state_dict().values(), strict=True):
         assert torch.equal(left, right), name
     streamed.save_pretrained(tmp_path / "b")

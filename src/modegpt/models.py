@@ -68,9 +68,9 @@ def own_dtype(config: Any) -> torch.dtype:
     return getattr(torch, own) if isinstance(own, str) else own  # saving a model leaves its config with the name
 
 
-def compute_dtype(device: torch.device, config: Any) -> torch.dtype:
+def compute_dtype(device: torch.device, own: torch.dtype) -> torch.dtype:
     """Return the dtype to run a model in: its own on a GPU, float32 on a CPU, where half precision crawls."""
-    return torch.float32 if device.type == "cpu" else own_dtype(config)
+    return torch.float32 if device.type == "cpu" else own
 
 
 def _where(name: str) -> tuple[str, dict[str, Any]]:
@@ -217,7 +217,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
     said = None if config is None else text_part(config)
     packed, language = packing(said), plain(said)
     if dtype == "auto":
-        dtype = compute_dtype(device, language)
+        dtype = compute_dtype(device, own_dtype(language))
     if packed is not None and language.model_type in ARCHITECTURES:
         model = _open_packed(name, language, packed, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model.to(device)  # pyright: ignore[reportArgumentType]

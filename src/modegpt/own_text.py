@@ -194,7 +194,7 @@ def cache_bytes(source: Source, n_tokens: Sequence[int], device: torch.device, s
     dims = source.dims
     full = [dims.full_ranks] * dims.n_layers
     numbers = cached_numbers(source.blocks.layers, source.architecture, dims, full)["dense"]
-    itemsize = compute_dtype(device, source.config).itemsize
+    itemsize = compute_dtype(device, source.dtype).itemsize
     room = free_gpu_memory_bytes(device) // CACHE_PART if device.type == "cuda" else CACHE_BYTES * spare
     sizes: list[int] = []
     for count in n_tokens:

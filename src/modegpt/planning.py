@@ -102,7 +102,7 @@ def estimate(
     architecture = source.architecture
     twice = solver_of("mlp", config).late and not (architecture.adds_mlp or architecture.whole_attention)
     n_passes = 2 + twice
-    dtype = compute_dtype(device, source.config)
+    dtype = compute_dtype(device, source.dtype)
     block = max(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize

@@ -224,7 +224,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         said = text_part(whole)
         packed, config = packing(said), plain(said)
         architecture, stored = architecture_of(config), own_dtype(config)
-        dtype = compute_dtype(device, config)
+        dtype = compute_dtype(device, stored)
         folder = local_folder(name)
         opened = "it has no safetensors files" if folder is None else open_shards(folder, config, dtype, device, packed)
         if isinstance(opened, ShardBlocks) and folder is not None:
@@ -324,7 +324,7 @@ def _check_tensors(model: PreTrainedModel, config: Any) -> None:
         InputError: names the first tensor that differs.
     """
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    said = {name: tuple(tensor.shape) for name, tensor in skeleton(config).state_dict().items()}
+    said = {name: tuple(tensor.shape) for name, tensor in skeleton(copy.deepcopy(config)).state_dict().items()}
     for name in (*said, *own):
         if own.get(name) != said.get(name):
             here, there = (f"of shape {shapes[name]}" if name in shapes else "not there" for shapes in (own, said))

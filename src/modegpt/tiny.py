@@ -111,7 +111,7 @@ def _scaled(rope: Any, d_head: int) -> Any:
         return rope
     if any(isinstance(value, dict) for value in rope.values()):  # one set for each type of layer
         return {name: _scaled(value, d_head) for name, value in rope.items()}
-    small, n_pairs = dict(rope), max(1, int(d_head * rope.get("partial_rotary_factor", 1.0)) // 2)
+    small, n_pairs = dict(rope), max(1, -(-int(d_head * rope.get("partial_rotary_factor", 1.0)) // 2))
     if "partial_rotary_factor" in small:
         small["partial_rotary_factor"] = 2 * n_pairs / d_head  # a third of a small head need not be even
     for name in ("short_factor", "long_factor"):

@@ -355,9 +355,9 @@ FAMILIES = [
         static=False,
     ),
     Family("gpt_neox", lambda: GPTNeoXConfig(**SIZES, rope_parameters=HALF_ROTARY)),
-    # Of 3 coordinates, 0.4 of a head, transformers turns 4.
+    # Of 3 coordinates, 0.49 of a head, transformers turns 4.
     Family(
-        "gpt_neox-odd", lambda: GPTNeoXConfig(**SIZES, rope_parameters={**WHOLE_ROTARY, "partial_rotary_factor": 0.4})
+        "gpt_neox-odd", lambda: GPTNeoXConfig(**SIZES, rope_parameters={**WHOLE_ROTARY, "partial_rotary_factor": 0.49})
     ),
     Family(
         "gpt_neox-proportional",  # whose tables span whole heads all the same
