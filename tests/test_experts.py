@@ -271,9 +271,18 @@ class Refitted(NamedTuple):
     after: torch.Tensor
     weights: torch.Tensor
     error: float
+    passes: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """What it was called with: states, numbers and shares."""
+    wanted: torch.Tensor
 
 
-def refitted(experts: Any, per_token: int, keep: bool = True, target: torch.Tensor | None = None) -> Refitted:
+def refitted(
+    experts: Any,
+    per_token: int,
+    keep: bool = True,
+    target: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Refitted:
     """Refit to random targets, or to these; residuals are those of the mixture itself, not of the refit's own sums."""
     generator = torch.Generator().manual_seed(7)
     width = experts.down_proj.shape[1]
@@ -291,13 +300,14 @@ def refitted(experts: Any, per_token: int, keep: bool = True, target: torch.Tens
         for batch, own, weight in zip(batches, wanted, weights, strict=True):
             before.append(own - experts(*batch))
             refit.lacks(before[-1][None], weight)
-    error = refit.run(Team(), torch.float32)
+    error = refit.run(Team(), dtype)
     after = [own - experts(*batch) for batch, own in zip(batches, wanted, strict=True)]
     energy = sum((weight[0, :, None] * own.square()).sum() for weight, own in zip(weights, wanted, strict=True))
     left = sum((weight[0, :, None] * own.square()).sum() for weight, own in zip(weights, after, strict=True))
     # float32 residuals, of sums in another order.
     assert error == pytest.approx(float((left / energy) ** 0.5), rel=1e-4)
-    return Refitted(torch.cat(before), torch.cat(after), torch.cat(weights, dim=1)[0], error)
+    weight = torch.cat(weights, dim=1)[0]
+    return Refitted(torch.cat(before), torch.cat(after), weight, error, batches, torch.cat(wanted))
 
 
 def mixture_of(model: Any) -> Any:
@@ -456,52 +466,25 @@ def test_a_tiny_model_is_made_of_the_default_config_of_latent_attention():
     assert torch.isfinite(logits).all()
 
 
-class Sent(NamedTuple):
-    """A pass through a mixture, and what it should give."""
-
-    states: torch.Tensor
-    wanted: torch.Tensor
-    chosen: torch.Tensor
-    shares: torch.Tensor
-    weights: torch.Tensor
-
-
-@torch.no_grad()
-def refitted_to(experts: Any, dtype: torch.dtype) -> tuple[Sent, torch.Tensor, float]:
-    """Refit experts on 64 tokens, two of three a token, and return these, what was lacking before, and the error."""
-    generator = torch.Generator().manual_seed(7)
-    states, wanted = torch.randn(2, 64, experts.down_proj.shape[1], generator=generator)
-    chosen = torch.stack([torch.randperm(len(experts.down_proj), generator=generator)[:2] for _ in range(64)])
-    sent = Sent(states, wanted, chosen, torch.rand(64, 2, generator=generator), torch.rand(64, generator=generator))
-    refit = ExpertRefit(experts, HiddenStates(), keep=True)
-    with refit.record():
-        residual = wanted - experts(states, chosen, sent.shares)
-    refit.lacks(residual[None], sent.weights[None])
-    return sent, residual, refit.run(Team(), dtype)
-
-
-def three_experts() -> Any:
-    return random_model(MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("groups", [2, 3])
-def test_groups_of_experts_take_turns_as_the_formula_says(groups: int, monkeypatch: pytest.MonkeyPatch):
+def test_groups_of_experts_take_turns_as_the_formula_says(model: Any, groups: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(expert_refit, "GROUPS", groups)
-    experts = mixture_of(three_experts())
+    experts = mixture_of(model)
     before = experts.down_proj.double()
-    sent, residual, _error = refitted_to(experts, torch.float32)
-    residual, size = residual.double(), -(-3 // groups)
-    for start in range(0, 3, size):
-        group = range(3)[start : start + size]
-        together = torch.stack([(sent.chosen == number).sum(1) for number in group]).sum(0)
+    found = refitted(experts, per_token=2)
+    states, chosen, shares = (torch.cat(each) for each in zip(*found.passes, strict=True))
+    residual, weights, per_group = found.before.double(), found.weights[:, None], -(-N_EXPERTS // groups)
+    for start in range(0, N_EXPERTS, per_group):
+        group = range(N_EXPERTS)[start : start + per_group]
+        together = torch.stack([(chosen == number).sum(1) for number in group]).sum(0)[:, None]
         added = torch.zeros_like(residual)
         for number in group:
-            share = (sent.shares * (sent.chosen == number)).sum(1)[:, None].double()
-            z = share * activations(experts, sent.states, number).double()
-            moment = z.mT @ ((sent.weights * together)[:, None] * z)
+            share = (shares * (chosen == number)).sum(1)[:, None].double()
+            z = share * activations(experts, states, number).double()
+            moment = z.mT @ (weights * together * z)
             moment.diagonal().mul_(1 + TARGET_RIDGE)
-            change = torch.linalg.solve(moment, z.mT @ (sent.weights[:, None] * residual)).mT
+            change = torch.linalg.solve(moment, z.mT @ (weights * residual)).mT
             # A float32 solve, of changes near 1.
             torch.testing.assert_close(experts.down_proj[number].double(), before[number] + change, rtol=0, atol=1e-4)
             added += z @ change.mT
@@ -509,16 +492,14 @@ def test_groups_of_experts_take_turns_as_the_formula_says(groups: int, monkeypat
 
 
 @torch.no_grad()
-def test_the_error_of_refitted_experts_is_that_of_the_rounded_weights():
-    experts = mixture_of(three_experts())
-    sent, _residual, error = refitted_to(experts, torch.bfloat16)
-    left = sent.wanted - experts(sent.states, sent.chosen, sent.shares)
-    lost, whole = ((sent.weights[:, None] * part.square()).sum() for part in (left, sent.wanted))
-    assert error == pytest.approx((lost / whole).sqrt().item(), rel=1e-6)
+def test_the_error_of_refitted_experts_is_that_of_the_rounded_weights(model: Any):
+    found = refitted(mixture_of(model), per_token=2, dtype=torch.bfloat16)
+    expected = (size(found.after, found.weights) / size(found.wanted, found.weights)) ** 0.5
+    assert found.error == pytest.approx(expected, rel=1e-6)
 
 
-def test_outliers_of_experts_are_of_what_they_read():
-    model = three_experts()
+def test_outliers_of_experts_are_of_what_they_read(model: Any):
+    model = copy.deepcopy(model)  # the hooks stay
     architecture, _dims = sizes_of(model)
     block = model.model.layers[0]
     scorer, mixture = OutlierScorer(architecture, 2.0, Team()), architecture.mixture(block)
@@ -529,7 +510,7 @@ def test_outliers_of_experts_are_of_what_they_read():
         model(WINDOWS)
     pairs = [(linear.weight, read[linear][0].flatten(0, -2)) for linear in architecture.linears(block)]
     states, chosen, _shares = read[mixture]
-    for number in range(3):
+    for number in range(N_EXPERTS):
         own = states[(chosen == number).any(1)]
         pairs += [(mixture.gate_up_proj[number], own)]
         pairs += [(mixture.down_proj[number], activations(mixture, own, number).detach())]

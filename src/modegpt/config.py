@@ -1,10 +1,12 @@
 """What a compression run is asked to do, checked before anything is loaded."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from numbers import Integral, Real
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from .errors import InputError
 
@@ -32,11 +34,6 @@ TOKEN_IDS = "token ids"
 """What a run calls its calibration text where ids were given."""
 IN_MEMORY = "in memory"
 """What a run calls a model that came from no file."""
-
-NUMBERS = ("sparsity", "max_sparsity", "ridge", "owl_threshold", "owl_lambda", "coverage", "rarity")
-WHOLE = ("samples", "seq_len", "seed", "batch_size", "max_host_memory", "round_to")
-OPTIONAL = ("coverage", "rarity", "batch_size", "max_host_memory", "round_to")
-"""The fields that are numbers, whole numbers, and of both those that may be None."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,12 @@ class CompressionConfig:
         Raises:
             InputError: a field is out of range; the message says what is allowed.
         """
-        for name in NUMBERS + WHOLE:
-            value, kind = getattr(self, name), Integral if name in WHOLE else Real
-            if (value is not None or name not in OPTIONAL) and (not isinstance(value, kind) or isinstance(value, bool)):
-                raise InputError(f"{name} {value!r} is no {'whole number' if name in WHOLE else 'number'}")
+        for name, kinds in _number_fields().items():
+            value = getattr(self, name)
+            if (value is not None or NoneType not in kinds) and (
+                not isinstance(value, Integral if int in kinds else Real) or isinstance(value, bool)
+            ):
+                raise InputError(f"{name} {value!r} is no {'whole number' if int in kinds else 'number'}")
         if not 0 <= self.sparsity < 1:
             raise InputError(f"sparsity {self.sparsity} is outside [0, 1): give a share such as 0.3 for 30 %")
         if not 0 < self.max_sparsity <= 1:
@@ -192,6 +191,13 @@ class CompressionConfig:
         """Return the settings as JSON-ready values."""
         plan = None if self.plan is None else list(self.plan)
         return {**asdict(self), "modules": list(self.modules), "plan": plan}
+
+
+@functools.cache
+def _number_fields() -> dict[str, tuple[Any, ...]]:
+    """Return the types of each field that holds a number, and no word in its place."""
+    kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(CompressionConfig).items()}
+    return {name: own for name, own in kinds.items() if {int, float} & {*own} and str not in own}
 
 
 def _is_positive(value: object) -> bool:

@@ -5,7 +5,7 @@ Section 3.3).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class Run:
         scores = self.scores()
         allocation = self.allocate(scores)
         outcomes = self.compress_blocks(allocation, self.coverage(), lambda index: None, keep)
-        state |= self._other_tensors()
+        state |= dict(self._other_tensors())
         return state, self.report(allocation, scores, outcomes)
 
     @full_float32()
@@ -121,7 +121,7 @@ class Run:
         if partial is None:
             return self.report(allocation, scores, outcomes)
         with self.watch.stage("write"):
-            other = self._other_tensors()
+            other = dict(self._other_tensors())
         report = self.report(allocation, scores, outcomes)
         config = self.compressed_config([outcome.layer for outcome in outcomes])
         report["fingerprint"] = partial.fingerprint
@@ -137,7 +137,8 @@ class Run:
         """
         self.allocate(alike(self.config.allocation, self.source.dims.n_layers))
         with self.watch.stage("load"):
-            self._other_tensors()
+            for _name, _tensor in self._other_tensors():  # one after another, so that no second copy is held
+                pass
 
     def _once(
         self, name: str, compute: Callable[[], Tensor | None], partial: PartialCheckpoint | None
@@ -303,17 +304,19 @@ class Run:
     def _prefix(self, index: int) -> str:
         return f"{self.source.blocks.prefix}.{index}."
 
-    def _other_tensors(self) -> dict[str, Tensor]:
-        other = self.source.blocks.other_tensors()
-        for name, tensor in other.items():
-            if tensor.is_floating_point() and not all_finite(tensor):
+    def _other_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what stands outside the blocks as it is to be written, by name.
+
+        Raises:
+            NumericalError: a tensor is NaN or infinite, or too large for float16.
+        """
+        for name, tensor in self.source.blocks.other_tensors().items():
+            if not tensor.is_floating_point():
+                yield name, tensor.clone()
+                continue
+            if not all_finite(tensor):
                 raise NumericalError(f"NaN or infinity in '{name}': check the model's weights")
-        return self._checked(
-            {
-                name: tensor.to(self.out_dtype, copy=True) if tensor.is_floating_point() else tensor.clone()
-                for name, tensor in other.items()
-            }
-        )
+            yield from self._checked({name: tensor.to(self.out_dtype, copy=True)}).items()
 
     def _checked(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors that are to be written, if float16, whose range is that of no other dtype here, holds them."""

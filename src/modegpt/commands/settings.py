@@ -97,5 +97,4 @@ def _config(given: dict[str, Any]) -> CompressionConfig:
             if given.get(field) is not None:
                 raise InputError(f"--plan gives the ranks of every layer: leave out --{field}")
         given |= {"plan": read_plan(file), "allocation": "plan"}
-    given |= {field: getattr(DEFAULTS, field) for field in PLANNED if given.get(field, "") is None}
-    return CompressionConfig(**given)
+    return CompressionConfig(**{field: value for field, value in given.items() if value is not None})
