@@ -210,6 +210,27 @@ def families(data: dict[str, Any]) -> str:
     return noted(text + table(["family", "dense perplexity", *(f"{share:.0%}" for share in shares)], rows), data)
 
 
+@section("mixture.json")
+def mixture(data: dict[str, Any]) -> str:
+    """Return the section on a mixture of experts made of SmolLM2."""
+    about, found = data["protocol"], {(row["solver"], row["sparsity"]): row for row in data["rows"]}
+    rows = []
+    for sparsity in sorted({row["sparsity"] for row in data["rows"]}):
+        pair = [found[solver, sparsity] for solver in ("paper", "best")]
+        seconds = [median(each["total"] for each in row["seconds"]) for row in pair]
+        cells = [risen(row["perplexity"], about["dense"]) for row in pair]
+        rows.append([f"{sparsity:.0%}", *cells, f"{seconds[1] / seconds[0]:.1f}"])
+    text = (
+        "**A mixture of experts**, made of SmolLM2-135M-Instruct as no small trained one is at hand: its neurons\n"
+        f"dealt to {about['mixture']}, and distilled from it ({about['distillation']}).\n"
+        f"`{about['allocation']}`, {about['dtype']}, calibrated on {about['calibration']};\n"
+        f"perplexity on {about['test']} (dense {about['dense']:.1f}), and\n"
+        "the rise of its logarithm (`benchmarks/mixture.py`).\n\n"
+    )
+    header = ["sparsity", "`paper`", "`best`", "time of `best` over `paper`"]
+    return noted(text + table(header, rows), data)
+
+
 def figures() -> str:
     """Return everything between the README's markers."""
     sections = (
@@ -220,6 +241,7 @@ def figures() -> str:
         allocation(),
         gemma3(),
         families(),
+        mixture(),
         stock(),
         zero_shot(),
         speed(),

@@ -367,6 +367,18 @@ def test_what_the_last_layer_cannot_round_is_taken_where_steps_are_finest():
     assert round_to_budget([slot(0, 1, 10), slot(1, 7, 3)], [5.0, 4.0], [1.0, 0.5], allowed=0.5) == [2, 1]
 
 
+def test_a_module_at_its_limit_owes_no_more_than_half_a_step_to_the_next_layer():
+    # Attention of layer 0 can give 10 of 30: its MLP takes over 20, and that of layer 1 is owed 5 at most.
+    slots = [Slot(0, "qk", 2, 10, 1, 2), slot(0, 1, 100), Slot(1, "qk", 6, 10, 1, 6), slot(1, 1, 100)]
+    assert round_to_budget(slots, [30.0, 10.0, 8.0, 10.0], [1.0, 0.5], allowed=0.5) == [1, 30, 1, 8]
+
+
+def test_what_is_removed_at_the_largest_multiple_counts_as_removed():
+    # In steps of 4, of 16 and of 19, whose largest multiple is 16: at one step each, 1 of 5 and 0 of 7 are missing.
+    slots = [Slot(0, "mlp", 16, 1, 4, 16), Slot(1, "mlp", 19, 1, 4, 16), slot(2, 100, 1)]
+    assert round_to_budget(slots, [5.0, 7.0, 3.0], [1.0, 0.5, 0.2], allowed=0.5) == [2, 1, 0]
+
+
 def test_steps_that_miss_the_budget_are_traded_against_each_other():
     slots = [slot(0, 10, 5), slot(0, 14, 5)]
     # 20 + 32 is reached by neither kind alone: two steps each leave 4, the difference of one step of 14 and 10.

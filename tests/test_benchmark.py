@@ -185,6 +185,26 @@ def test_rounds_alternate_and_ratios_say_how_many_times_faster(monkeypatch: pyte
         assert figures["prefill_macs"] == 2 * costs[name].prefill_macs(6)
 
 
+def test_one_slow_round_moves_no_figure(monkeypatch: pytest.MonkeyPatch):
+    clock, n_passes = [0.0], [0]
+    monkeypatch.setattr("modegpt.benchmark.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def one_pass(_module: object, _inputs: object) -> None:
+        n_passes[0] += 1
+        last_round = n_passes[0] > 1 + SMALL.repeats * (1 + SMALL.new_tokens)  # behind the probe, one warms up
+        clock[0] += 8.0 if last_round else 1.0
+
+    model = dense_llama()
+    model.register_forward_pre_hook(one_pass)
+    _costs, (row,) = benchmark({"model": model}, SMALL)
+    figures = row["models"]["model"]
+    assert figures["prefill_seconds"] == [1, 1, 8]
+    assert figures["decode_seconds"] == [SMALL.new_tokens * each for each in (1, 1, 8)]
+    assert figures["prefill_tokens_per_second"] == 2 * 6
+    assert figures["decode_tokens_per_second"] == 2
+    assert figures["first_token_seconds"] == figures["token_seconds"] == 1
+
+
 def test_a_spread_is_median_least_and_greatest():
     assert spread([5.0, 1.0, 2.0]) == {"median": 2, "min": 1, "max": 5}
 

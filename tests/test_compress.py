@@ -212,6 +212,17 @@ def test_a_weight_that_float16_cannot_hold_is_refused(name: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_refit_that_float32_cannot_hold_names_its_layer():
+    model = tiny_llama()
+    mlp = model.model.layers[2].mlp
+    with torch.no_grad():
+        for weight in (mlp.gate_proj.weight, mlp.up_proj.weight):
+            weight[:] = weight[:1].clone()  # neurons alike: those that stay take over what the others gave
+        mlp.down_proj.weight.fill_(3.3e38)
+    with pytest.raises(NumericalError, match="layer 2: the decomposition produced NaN or infinity"):
+        modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, solver="paper", modules=("mlp",)))
+
+
 def test_infinite_activations_name_layer_and_matrix():
     model = tiny_llama()
     with torch.no_grad():

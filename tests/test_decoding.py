@@ -71,6 +71,10 @@ def test_a_step_gathers_for_all_layers_at_once(model, monkeypatch: pytest.Monkey
             for ours, theirs in zip(layer.self_attn._tables(cos, sin, shared), own, strict=True):
                 assert torch.equal(*torch.broadcast_tensors(ours, theirs))
     assert len(model.model.rotary_emb(hidden.repeat(1, 2, 1), positions.repeat(1, 2))) == 2, "a prompt shares nothing"
+    index = model.model.layers[1].self_attn.rope_index
+    model.model.layers[1].self_attn.rope_index = index.to("meta")
+    assert len(model.model.rotary_emb(hidden, positions)) == 2, "layers on several devices share nothing"
+    model.model.layers[1].self_attn.rope_index = index
     calls, select = [], Tensor.index_select
     monkeypatch.setattr(Tensor, "index_select", lambda *arguments: calls.append(1) or select(*arguments))
     model(ids(1))

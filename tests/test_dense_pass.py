@@ -10,7 +10,7 @@ import modegpt
 from conformance.families import FAMILIES, Family, tokens
 from modegpt import dense_pass, fisher
 from modegpt.blocks import advance
-from modegpt.distributed import join_team
+from modegpt.distributed import Team, join_team
 from modegpt.hidden_states import HiddenStates
 from modegpt.preparation import open_source
 from modegpt.report import Stopwatch
@@ -55,6 +55,20 @@ def test_what_is_measured_together_is_what_is_measured_one_by_one(family: Family
 
 def test_where_memory_is_short_nothing_is_held(monkeypatch):
     _, passed = measured(BESIDE[0], monkeypatch, ROOM, max_host_memory=10**9)
+    assert len(passed) > BESIDE[0].dims.n_layers
+
+
+def test_where_memory_of_another_process_is_short_nothing_is_held(monkeypatch):
+    """All processes sum their moments together, so they must measure the same blocks at once."""
+    asked: list[object] = []
+
+    def other(_team: Team, value: object) -> object:
+        asked.append(value)
+        return False if value is True else value
+
+    monkeypatch.setattr(Team, "agree", other)
+    _, passed = measured(BESIDE[0], monkeypatch, ROOM)
+    assert True in asked
     assert len(passed) > BESIDE[0].dims.n_layers
 
 

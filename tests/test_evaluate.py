@@ -108,6 +108,16 @@ def test_loss_of_a_half_precision_model_is_computed_in_float32(model, tokens):
     assert perplexity(model, tokens, 25).nll == pytest.approx(loss.item(), abs=1e-5)
 
 
+def test_losses_are_summed_in_float64(model, tokens):
+    window = tokens[:30].view(1, 30)
+    with torch.no_grad():
+        logits = model(window).logits[0, :-1]
+    losses = torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none")
+    # A mean of float32 numbers, to float64's rounding; a float32 sum of 29 would be off by some 1e-7.
+    assert losses.sum().item() != pytest.approx(losses.double().sum().item(), rel=1e-13)
+    assert perplexity(model, window[0], 30).nll == pytest.approx(losses.double().mean().item(), rel=1e-13)
+
+
 def test_model_is_evaluated_without_dropout_and_left_in_its_mode(model, tokens):
     expected = perplexity(model, tokens, 25)
     model.train()

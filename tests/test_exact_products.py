@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from modegpt import exact_products
-from modegpt.exact_products import left_factor, product, right_factors
+from modegpt.exact_products import cross_product, left_factor, product, right_factors
 
 TOKENS = 5 * exact_products.TOGETHER + 5
 
@@ -52,6 +52,15 @@ def test_the_factors_give_the_weighted_sum(dtype: torch.dtype, weighted: bool, o
     # 2^-17 of each product, is a tenth of that in such a sum; what one leaves, 2^-9, is ten times as much.
     assert found.dtype == torch.float32
     assert ((found - expected) / size).abs().max() < 4e-6
+
+
+def test_weights_of_a_cross_product_may_be_of_any_sign(dtype: torch.dtype):
+    x, y = states(7, dtype, 0), states(4, torch.float32, 1)
+    weights = torch.randn(TOKENS, 1, generator=torch.Generator().manual_seed(2))
+    found = cross_product(x, y, weights)
+    expected = x.double().mT @ (weights * y.double())
+    size = x.double().square().sum(0).sqrt()[:, None] * (weights * y.double()).square().sum(0).sqrt()
+    assert ((found - expected) / size).abs().max() < 4e-6  # as above
 
 
 def test_states_of_a_cpu_are_multiplied_in_float32():

@@ -282,6 +282,7 @@ def refitted(
     keep: bool = True,
     target: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
+    max_bytes: int | None = None,
 ) -> Refitted:
     """Refit to random targets, or to these; residuals are those of the mixture itself, not of the refit's own sums."""
     generator = torch.Generator().manual_seed(7)
@@ -295,7 +296,7 @@ def refitted(
     if target is not None:
         wanted = [target.expand(len(states), width) for states, *_ in batches]
     weights = [torch.rand(1, len(states), generator=generator) for states, *_ in batches]
-    refit, before = ExpertRefit(experts, HiddenStates(), keep), []
+    refit, before = ExpertRefit(experts, HiddenStates(max_bytes), keep), []
     with refit.record():
         for batch, own, weight in zip(batches, wanted, weights, strict=True):
             before.append(own - experts(*batch))
@@ -374,9 +375,12 @@ def test_experts_with_tokens_of_their_own_get_their_least_squares(model: Any, mo
 
 @torch.no_grad()
 def test_what_is_kept_changes_no_bit(model: Any):
-    kept, again = mixture_of(model), mixture_of(model)
-    assert refitted(kept, 2, keep=True).error == refitted(again, 2, keep=False).error
+    kept, again, spilled = (mixture_of(model) for _ in range(3))
+    error = refitted(kept, 2, keep=True).error
+    assert refitted(again, 2, keep=False).error == error
+    assert refitted(spilled, 2, keep=False, max_bytes=0).error == error
     assert torch.equal(kept.down_proj, again.down_proj)
+    assert torch.equal(kept.down_proj, spilled.down_proj)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

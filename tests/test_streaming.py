@@ -166,6 +166,13 @@ def test_hidden_states_spill_to_disk_and_come_back_bit_for_bit(dtype, tmp_path: 
     for index, batch in enumerate(batches):
         hidden[index] = 2 * batch
     assert all(torch.equal(left, 2 * right) for left, right in zip(hidden, batches, strict=True))
+    for index, held in enumerate(hidden.in_place()):
+        held[:, 0] += index
+    for index, (left, right) in enumerate(zip(hidden, batches, strict=True)):
+        right *= 2
+        right[:, 0] += index
+        assert torch.equal(left, right)
+    assert hidden.spilled == 3
     del hidden
     assert list(tmp_path.iterdir()) == []
 

@@ -201,6 +201,8 @@ def test_over_another_model(networks: dict[str, PreTrainedModel], tokenizer: Any
     assert found.tasks["greedy"].acc < 0  # half of the answers there are the dense model's own
     with pytest.raises(InputError, match=r"choices \(5\).* and choices \(14\)"):
         evaluate_tasks(networks["dense"], tokenizer, files[:1], limit=5).over(dense)
+    with pytest.raises(InputError, match=r"choices \(5\).* and choices \(14\)"):
+        evaluate_tasks(networks["dense"], tokenizer, files, limit=5).over(dense)
 
 
 def test_progress_counts_answers(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):
@@ -363,6 +365,22 @@ def test_names_are_checked_and_data_that_cannot_be_fetched_are_told(monkeypatch:
     for name in ("piqa", "gsm8k"):
         with pytest.raises(InputError, match=rf"task '{name}' cannot be fetched.*\.jsonl"):
             open_tasks([name])
+
+
+def test_a_group_beside_its_member_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "allenai" / "ai2_arc"
+    folder.mkdir(parents=True)
+    choices = {"text": ["a", "b"], "label": ["A", "B"]}
+    write(folder / "test.jsonl", [{"id": "1", "question": "?", "choices": choices, "answerKey": "A"}])
+    splits = "".join(f"{{split: {split}, path: test.jsonl}}, " for split in ("train", "validation", "test"))
+    file = f"  data_files: [{splits}]\n"
+    configs = "".join(f"- config_name: {name}\n{file}" for name in ("ARC-Easy", "ARC-Challenge"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert sorted(task.name for task in open_tasks(["ai2_arc"])) == ["arc_challenge", "arc_easy"]
+    with pytest.raises(InputError, match="'arc_easy'"):
+        open_tasks(["arc_easy", "ai2_arc"])
 
 
 def test_a_task_without_acc_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

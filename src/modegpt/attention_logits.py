@@ -75,7 +75,7 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
     count = min(QUERIES, max(1, n_tokens - FIRST))
     first = min(FIRST, n_tokens - 1)
     places = first + ((torch.arange(count, device=device) + 0.5) * (n_tokens - first) / count).long()
-    query = query[:, :, places].float()  # of the others nothing is read
+    query = query.index_select(2, places).float()  # of the others nothing is read
     if dims.rotary_dim:
         cos, sin = (_table(table, layout) for table in arguments["position_embeddings"])
         key = _rotate(key, cos, sin, dims.rotary_dim)
@@ -95,7 +95,7 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
     owners = torch.arange(dims.n_heads, device=device) // (dims.n_heads // dims.n_kv_heads)
     for row, head in itertools.product(range(0, len(query), rows), range(0, dims.n_heads, heads)):
         here, those = slice(row, row + rows), slice(head, head + heads)
-        all_q, all_k = query[here, those], key[here][:, owners[those]]
+        all_q, all_k = query[here, those], key[here].index_select(1, owners[those])
         for part in parts:
             seen = max(last[part]) + 1
             q, k = all_q[:, :, part], all_k[:, :, :seen]

@@ -69,6 +69,17 @@ def product(left: Tensor, rights: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def cross_product(x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
+    """Return `Σ w x yᵀ`, `(n, m)` float32, of `(tokens, n)` states, `(tokens, m)` float32 and `(tokens, 1)` weights.
+
+    In float32 the weights go into `x`, which should be the narrower one.
+    """
+    left = left_factor(x, None)
+    if not _exact(left):
+        return product(weights * left, [y])
+    return product(left, right_factors(left, weights * y, None))
+
+
 def _in_parts(left: Tensor, right: Tensor) -> Tensor:
     """Return `leftᵀ right` in float32, of which the sums of at most `TOGETHER` tokens are taken on tensor cores.
 

@@ -11,7 +11,7 @@ from .architectures.fused import weights_of
 from .decompose import psd
 from .decompose.asymmetric import correction
 from .distributed import Team
-from .exact_products import left_factor, product, right_factors
+from .exact_products import cross_product, left_factor
 from .experts import Routed, routed, watched
 from .hidden_states import HiddenStates
 from .solvers.mlp import TARGET_RIDGE
@@ -19,7 +19,7 @@ from .triangle import add_lower, fill_upper
 
 GROUPS = 8
 """Groups of experts that are refitted one after another. With one group of 8 experts, 5 of them a token, the log
-perplexity rises by 0.50 where it does by 0.46 with eight, at 30 % (docs/log.md). Each passes all tokens twice."""
+perplexity rises by 0.50 where it does by 0.46 with eight, at 30 % (docs/log.md). Each is a pass over all residuals."""
 
 
 class ExpertRefit:
@@ -88,7 +88,7 @@ class ExpertRefit:
         self._lacking.append(rows[None])
         self._weights.append(weights.flatten()[:, None])
         wanted = rows + self._given.float().view_as(rows)
-        self._wanted += (self._weights[-1] * wanted.square()).sum(dtype=torch.float64)
+        self._wanted += _energy(wanted, self._weights[-1])
         self._given = None
 
     @torch.no_grad()
@@ -104,46 +104,58 @@ class ExpertRefit:
         """
         n_experts = len(weights_of(self._experts)[1])
         size = -(-n_experts // GROUPS)
+        done, changes = range(0), list[Tensor]()
         for start in range(0, n_experts, size):
             group = range(n_experts)[start : start + size]
-            moments, crosses = self._measure(group)
+            moments, crosses = self._measure(group, done, changes)
             team.sum_(moments)
             team.sum_(crosses)
+            done = group
             changes = [self._change(*each, dtype) for each in zip(group, moments, crosses, strict=True)]
-            self._add(group, changes)
         lost = torch.zeros_like(self._wanted)
-        for residual, weights in zip(self._residuals(), self._weights, strict=True):
-            lost += (weights * residual.square()).sum(dtype=torch.float64)
+        for (residual, _sent), weights in zip(self._residuals(done, changes), self._weights, strict=True):
+            lost += _energy(residual, weights)
         lost, wanted = team.sum_(torch.stack((lost, self._wanted))).tolist()
         return (lost / wanted) ** 0.5 if wanted > 0 else 0.0
 
-    def _passes(self, group: range) -> Iterator[list[Routed]]:
-        """Yield, by batch, what the experts of a group read."""
+    def _residuals(
+        self, done: range, changes: Sequence[Tensor], group: range = range(0)
+    ) -> Iterator[tuple[Tensor, list[Routed]]]:
+        """Yield, by batch, the residual less what a group has changed, and what the experts of another group read.
+
+        It is one pass over the residuals for both, as they are wider than what a small expert reads.
+        """
         inputs = iter(self._inputs)
-        for batch, (chosen, shares) in enumerate(self._routing):
-            if self.sent is not None:
-                yield [each for each in self.sent[batch] if each.number in group]
-            else:
-                yield list(routed(self._experts, next(inputs)[0].to(chosen.device), chosen, shares, group))
+        for batch, residual in enumerate(self._lacking.in_place()):
+            rows, states = residual[0], next(inputs, None)
+            for each in self._read(batch, states, done):
+                more = (each.activations @ changes[each.number - done.start].mT).float()
+                # By shares of the other sign: `index_add_` with a factor takes four times as long on a CPU.
+                rows.index_add_(0, each.places, more * -each.shares.float())
+            yield rows, self._read(batch, states, group)
 
-    def _residuals(self) -> Iterator[Tensor]:
-        return (rows[0].to(self._wanted.device) for rows in self._lacking)
+    def _read(self, batch: int, states: Tensor | None, group: range) -> list[Routed]:
+        """Return what the experts of a group read of a batch, of which `states` are the inputs if that was not kept."""
+        if self.sent is not None:
+            return [each for each in self.sent[batch] if each.number in group]
+        assert states is not None
+        chosen, shares = self._routing[batch]
+        return list(routed(self._experts, states[0].to(chosen.device), chosen, shares, group)) if group else []
 
-    def _measure(self, group: range) -> tuple[Tensor, Tensor]:
+    def _measure(self, group: range, done: range, changes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return, for each expert of a group, `M` and `Σ w g z rᵀ`: `(experts, n, n)` and `(experts, n, d_model)`."""
         _, d_model, width = weights_of(self._experts)[1].shape
         moments = self._wanted.new_zeros(len(group), width, width)
         crosses = self._wanted.new_zeros(len(group), width, d_model)
-        batches = zip(self._passes(group), self._routing, self._residuals(), self._weights, strict=True)
-        for sent, (chosen, _shares), residual, weights in batches:
+        batches = zip(self._residuals(done, changes, group), self._routing, self._weights, strict=True)
+        for (residual, sent), (chosen, _shares), weights in batches:
             together = ((chosen >= group.start) & (chosen < group.stop)).sum(1, keepdim=True)
             for each in sent:
                 weight, place, shares = weights[each.places], each.number - group.start, each.shares.float()
                 roots = (weight * together[each.places]).sqrt() * shares
                 add_lower(moments[place], left_factor(each.activations, roots), roots)
-                left = left_factor(each.activations, None)
-                wanted = weight * shares * residual[each.places]
-                crosses[place] += product(left, right_factors(left, wanted, None))
+                own = residual.index_select(0, each.places)
+                crosses[place] += cross_product(each.activations, own, weight * shares)
         for moment in moments:
             fill_upper(moment)
         return moments, crosses
@@ -161,11 +173,7 @@ class ExpertRefit:
         present.copy_(new)
         return change
 
-    def _add(self, group: range, changes: Sequence[Tensor]) -> None:
-        """Take what a group now adds from the residuals."""
-        for batch, (sent, residual) in enumerate(zip(self._passes(group), self._residuals(), strict=True)):
-            left = residual.clone()  # a spilled one is the file that is written to
-            for each in sent:
-                more = each.shares.float() * (each.activations @ changes[each.number - group.start].mT).float()
-                left.index_add_(0, each.places, more, alpha=-1)
-            self._lacking[batch] = left[None]
+
+def _energy(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return `Σ w ‖r‖²`, float64, of float32 `(tokens, d_model)` rows and `(tokens, 1)` weights."""
+    return weights[:, 0].double() @ rows.square().sum(1).double()

@@ -47,7 +47,7 @@ def routed(
     for number, own in enumerate(slots.argsort(stable=True).split(counts.tolist())):
         if len(own) and (among is None or number in among):
             places = own % len(chosen)
-            activations = experts._apply_gate(_linear(states[places], *gate_ups[number]))
+            activations = experts._apply_gate(_linear(states.index_select(0, places), *gate_ups[number]))
             yield Routed(number, places, shares.mT.flatten()[own, None], activations)
 
 

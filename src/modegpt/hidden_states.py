@@ -93,6 +93,15 @@ class HiddenStates:
         with self._refusals_explained():  # numpy's own `tofile` keeps the reason to itself
             item[0].write_bytes(states.cpu().contiguous().view(torch.uint8).numpy().data)
 
+    def in_place(self) -> Iterator[Tensor]:
+        """Yield every batch where it is used, to be changed in place: it is kept when the next is asked for."""
+        for index, (item, states) in enumerate(zip(self._items, self, strict=True)):
+            # One on disk is a copy: the file that it is read from is written to.
+            held = states.to(self._device, copy=not isinstance(item, Tensor))
+            yield held
+            if held is not item:
+                self[index] = held
+
     @contextmanager
     def _refusals_explained(self) -> Iterator[None]:
         try:

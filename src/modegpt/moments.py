@@ -203,7 +203,7 @@ class BlockMoments:
     def counted(self, states: Tensor) -> Tensor:
         """Return the `(tokens, width)` states of those tokens of a batch that count."""
         rows = states.flatten(0, -2)
-        return rows[:: self.every] if self.places is None else rows[self.places.to(rows.device)]
+        return rows[:: self.every] if self.places is None else rows.index_select(0, self.places.to(rows.device))
 
     def merge(self, other: "BlockMoments") -> None:
         """Add the moments of other tokens of the same block: sums of disjoint batches merge exactly."""

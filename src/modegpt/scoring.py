@@ -116,7 +116,7 @@ class OutlierScorer:
         def add_sent(states: Tensor, _chosen: Tensor, _shares: Tensor, sent: list[Routed]) -> None:
             for each in sent:
                 first = n_linears + 2 * each.number
-                add_rows(first, states[each.places])
+                add_rows(first, states.index_select(0, each.places))
                 add_rows(first + 1, each.activations)
 
         def adding(place: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
