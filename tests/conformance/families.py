@@ -44,6 +44,8 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    GraniteMoeSWAConfig,
+    GraniteSWAConfig,
     HeliumConfig,
     HunYuanDenseV1Config,
     HyperCLOVAXConfig,
@@ -201,6 +203,13 @@ GRANITE_4: dict[str, Any] = {
     "shared_intermediate_size": 40,
     "num_local_experts": 0,
     "mamba_n_heads": 4,
+}
+GRANITE_SWASH: dict[str, Any] = {
+    **SIZES,
+    **GROUPED,
+    **MULTIPLIERS,
+    **MIXED_WINDOWS,
+    "layer_rope_theta": [10000.0, 0, 500.0],
 }
 
 
@@ -567,6 +576,27 @@ FAMILIES = [
             num_experts_per_tok=2,
             shared_intermediate_size=24,
         ),
+    ),
+    # A base of the rotary embedding for each layer, none for the one in the middle, and sinks.
+    Family(
+        "granite_swa",
+        lambda: GraniteSWAConfig(**GRANITE_SWASH, attention_bias=True),
+        exact=SCORES,
+        stepwise=SCORES,
+    ),
+    Family(
+        "granitemoe_swa",
+        lambda: GraniteMoeSWAConfig(
+            **GRANITE_SWASH, num_local_experts=3, num_experts_per_tok=2, shared_intermediate_size=24
+        ),
+        exact=SCORES,
+        stepwise=SCORES,
+    ),
+    Family(
+        "granitemoe_swa-alone",
+        lambda: GraniteMoeSWAConfig(**GRANITE_SWASH, num_local_experts=3, num_experts_per_tok=2),
+        exact=SCORES,
+        stepwise=SCORES,
     ),
     # The first layer attends to all tokens and has positions by its MLP alone; the mean of experts and MLP beside them.
     Family(

@@ -24,7 +24,7 @@ from .gpt_neo import GPT_NEO
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .gptj import CODEGEN, GPTJ
-from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED
+from .granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED, GRANITE_MOE_SWA, GRANITE_SWA
 from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HY_V3
 from .hyperclovax import HYPERCLOVAX
@@ -84,6 +84,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         GRANITE_MOE,
         GRANITE_MOE_SHARED,
         GRANITE_HYBRID,
+        GRANITE_SWA,
+        GRANITE_MOE_SWA,
         PHI,
         PHI3,
         PHIMOE,

@@ -1,8 +1,11 @@
-"""Granite 3 and 4."""
+"""Granite 3 and 4, and those with sliding windows."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
+from .dimensions import Dimensions
 from .spec import Architecture
 
 GRANITE = Architecture(
@@ -69,4 +72,33 @@ GRANITE_HYBRID = GraniteHybridArchitecture(
     upcast_mixers=True,
     notes="Granite 4; in the H models the MLPs alone, as Mamba layers and attention stay whole; in H Tiny and H Small "
     "the experts, as the MLPs beside them stay whole, too",
+)
+
+
+@dataclass(frozen=True)
+class GraniteSlidingArchitecture(Architecture):
+    """Granite of sliding windows and sinks, where each layer has a base of its rotary embedding, or none."""
+
+    def block_dims(self, block: nn.Module, dims: Dimensions) -> Dimensions:
+        """Return the sizes of one block: without a rotary part where its base is 0."""
+        attention: Any = block.get_submodule(self.attention)
+        return dims if attention.config.layer_rope_theta[attention.layer_idx] else replace(dims, rotary_dim=0)
+
+
+GRANITE_SWA = GraniteSlidingArchitecture(
+    model_type="granite_swa",
+    name="GraniteSWA",
+    mlp_factor="residual_multiplier",
+    sinks="sinks",
+    notes="Granite Swash 2B; sliding windows, sinks, a rotary base of each layer's own or none; multipliers as above",
+)
+
+GRANITE_MOE_SWA = replace(
+    GRANITE_SWA,
+    model_type="granitemoe_swa",
+    name="GraniteMoeSWA",
+    experts=GRANITE_MOE.experts,
+    n_experts=GRANITE_MOE.n_experts,
+    shared_down=GRANITE_MOE_SHARED.shared_down,
+    notes="Granite Swash 3B-A600M; as `granite_swa`, with experts, and an MLP beside them where the config has one",
 )
