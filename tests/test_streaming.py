@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -113,6 +115,36 @@ def test_reading_an_embedding_that_has_a_buffer_draws_no_random_numbers(tmp_path
     with torch.no_grad():
         embedded = dense(windows(), output_hidden_states=True).hidden_states[0]
     assert torch.equal(next(iter(calibration.hidden)), embedded)
+
+
+def test_a_tensor_in_parts_is_joined_and_one_part_missing_is_told(tmp_path: Path):
+    """Kimi Linear's convolutions: files hold those of queries, keys and values apart."""
+    torch.manual_seed(0)
+    config = KimiLinearConfig(
+        **SETTINGS, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, n_group=1, kv_lora_rank=16,
+        qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, linear_num_heads=4, linear_head_dim=8, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    dense = KimiLinearForCausalLM(config).eval()
+    dense.save_pretrained(tmp_path)
+    name, part = "model.layers.0.self_attn.conv1d.weight", "model.layers.0.self_attn.k_conv1d.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert part in tensors
+    assert name not in tensors
+    blocks = open_shards(tmp_path, config, torch.float32, torch.device("cpu"), None)
+    assert not isinstance(blocks, str)
+    assert torch.equal(blocks.whole()[name], dense.get_parameter(name))
+    whole = tensors[part]
+    tensors[part] = whole[:-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert open_shards(tmp_path, config, torch.float32, torch.device("cpu"), None) == (
+        f"its shards store '{name}' under another name or shape"
+    )
+    del tensors[part]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert open_shards(tmp_path, config, torch.float32, torch.device("cpu"), None) == (
+        f"its shards store '{name}' under another name or shape"
+    )
 
 
 @pytest.mark.parametrize("name", ["model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"])

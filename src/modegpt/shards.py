@@ -21,6 +21,7 @@ from .stored_tensors import (
     check_packing,
     find_tensors,
     in_blocks,
+    is_joined,
     meant_shape,
     read_fours,
     read_stored,
@@ -44,7 +45,8 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
     for name in required_tensors(model):
         stored, shape = stored_names(name, files, model), list(wanted[name].shape)
         if len(stored) > 1:
-            shape = [shape[0] * shape[1] // len(stored), shape[2]]
+            rows = shape[0] if is_joined(name, model) else shape[0] * shape.pop(1)
+            shape = [rows // len(stored), *shape[1:]]
         if not stored or any(meant_shape(each, files) != shape for each in stored):
             return f"its shards store '{name}' under another name or shape"
         fours = in_blocks(stored[0], files)
@@ -241,7 +243,7 @@ class ShardBlocks:
         fused = first.new_empty(len(stored), *first.shape, dtype=dtype or first.dtype)
         for part, own in zip(fused, stored, strict=True):
             part.copy_(read_stored(self.files, own, self._packing))
-        return fused.view(self._n_experts, -1, first.shape[-1])
+        return fused.flatten(0, 1) if is_joined(name, self.model) else fused.view(self._n_experts, -1, first.shape[-1])
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint folder: in which file each is, under which name, and what its numbers mean."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,17 +78,30 @@ def stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
 
 
 def stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
-    """Return the names under which shards hold a tensor: one; of fused experts those of each, in order; or none."""
+    """Return the names under which shards hold a tensor: one; of fused experts, and of joined parts, all; or none."""
     for end in ("", BLOCKS[0]):
         if (found := stored_name(name + end, stored, model)) is not None:
             return [found]
     architecture = architecture_of(model.config)
+    for module, files in architecture.joined_files:
+        if module in name:
+            return _all(stored_name(name.replace(module, file, 1), stored, model) for file in files)
     block, _, key = name.partition(architecture.experts or name)
     gate, up, down = architecture.expert_files
     parts = {".gate_up_proj": (gate, up), ".down_proj": (down,)}.get(key, ())
     numbers = range(Dimensions.of(architecture, model.config).n_experts)
-    names = [stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts]
-    return [] if None in names else [each for each in names if each is not None]
+    return _all(stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts)
+
+
+def is_joined(name: str, model: PreTrainedModel) -> bool:
+    """Whether files may hold a tensor in parts that stand one after another in it."""
+    return any(module in name for module, _files in architecture_of(model.config).joined_files)
+
+
+def _all(names: Iterable[str | None]) -> list[str]:
+    """Return the names, or none where one is missing."""
+    found = list(names)
+    return [] if None in found else [each for each in found if each is not None]
 
 
 def meant_shape(name: str, files: dict[str, Entry]) -> list[int]:

@@ -13,8 +13,8 @@ VOCABULARY = 101
 D_HEAD = 16
 D_INT = 80
 MIN_LAYERS = 3
-BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers")
-"""What configs list by layer; the second is 1 where a layer does have the rotary embedding."""
+BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layer_rope_theta")
+"""What configs list by layer; the second is 1 where a layer does have the rotary embedding, the last 0 where not."""
 WINDOW = 6
 """Sliding window and trained length: shorter than what the checks run, so that they are passed."""
 TRAINED = 16
@@ -57,6 +57,8 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "linear_num_value_heads": n_heads,
         "linear_key_head_dim": d_head // 2,
         "linear_value_head_dim": d_head,
+        "linear_num_heads": n_heads,
+        "linear_head_dim": d_head,
         "num_attention_heads_per_layer": None,  # then they have these alike
         "mamba_n_heads": n_heads,
         "mamba_d_state": d_head,

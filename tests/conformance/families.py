@@ -53,6 +53,7 @@ from transformers import (
     InternLM3Config,
     IQuestCoderConfig,
     Jais2Config,
+    KimiLinearConfig,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -503,6 +504,21 @@ FAMILIES = [
         whole_mlps=1,
         exact=ROUTED,
         stepwise=ROUTED,
+    ),
+    # Linear attention, which has the name of the latent one of the layer between.
+    Family(
+        "kimi_linear",
+        lambda: KimiLinearConfig(
+            **{**SIZES, **LATENT, "q_lora_rank": None},
+            num_experts=4,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_heads=4,
+            linear_head_dim=8,
+        ),
+        whole=("qk", "vo"),
+        whole_mlps=1,
+        exact=ROUTED,
+        stepwise=STATES,
     ),
     Family(
         "glm4_moe_lite",

@@ -29,6 +29,7 @@ from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HY_V3
 from .hyperclovax import HYPERCLOVAX
 from .jais2 import JAIS2
+from .kimi import KIMI_LINEAR
 from .laguna import LAGUNA
 from .lfm2 import LFM2, LFM2_MOE
 from .llama import EXAONE, INTERNLM3, IQUESTCODER, LLAMA
@@ -127,6 +128,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        KIMI_LINEAR,
         DOTS1,
         AFMOE,
         LAGUNA,

@@ -129,6 +129,8 @@ class Architecture:
     file_names: tuple[tuple[str, str], ...] = ()
     """Where checkpoint files name tensors otherwise than the modules do: a part of the name, and that in the files. One
     of them may hold for a name, or several in turn."""
+    joined_files: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """What files hold in parts that stand one after another in a tensor: a part of its name, and those in the files."""
     buffers: tuple[str, ...] = ()
     """Tensors of a block in the files that are no parameters, from the block."""
     float32: tuple[str, ...] = ()
