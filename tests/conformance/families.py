@@ -57,6 +57,7 @@ from transformers import (
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
+    Lfm3Config,
     LlamaConfig,
     MellumConfig,
     MiMoV2FlashConfig,
@@ -703,6 +704,25 @@ FAMILIES = [
         ),
         whole=("qk", "vo"),
         whole_mlps=1,
+    ),
+    # Layers of all three kinds, and rotary tables of two.
+    Family(
+        "lfm3",
+        lambda: Lfm3Config(
+            **SIZES, **GROUPED, sliding_window=WINDOW, layer_types=["conv", "sliding_attention", "full_attention"]
+        ),
+        whole=("qk", "vo"),
+    ),
+    Family(
+        "lfm3-plain",
+        lambda: Lfm3Config(
+            **SIZES,
+            **GROUPED,
+            layer_types=["conv", "full_attention", "conv"],
+            use_sandwich_norm=False,
+            use_attention_gate=False,
+        ),
+        whole=("qk", "vo"),
     ),
     Family(
         "ministral",

@@ -31,7 +31,7 @@ from .hyperclovax import HYPERCLOVAX
 from .jais2 import JAIS2
 from .kimi import KIMI_LINEAR
 from .laguna import LAGUNA
-from .lfm2 import LFM2, LFM2_MOE
+from .lfm2 import LFM2, LFM2_MOE, LFM3
 from .llama import EXAONE, INTERNLM3, IQUESTCODER, LLAMA
 from .mellum import MELLUM
 from .mimo import MIMO_V2_FLASH
@@ -123,6 +123,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         CWM,
         LFM2,
         LFM2_MOE,
+        LFM3,
         MIXTRAL,
         MINIMAX_M2,
         GPT_OSS,

@@ -1,6 +1,6 @@
-"""Liquid AI's LFM2."""
+"""Liquid AI's LFM2 and LFM3."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .spec import Architecture
@@ -48,4 +48,28 @@ LFM2_MOE = Architecture(
     buffers=("feed_forward.expert_bias",),
     float32=("feed_forward.expert_bias",),
     notes="LFM2 8B-A1B; the experts alone: convolutions, attention and the MLPs of the first layers stay whole",
+)
+
+
+@dataclass(frozen=True)
+class Lfm3Architecture(Architecture):
+    """LFM3, whose config says whether norms stand behind attention and MLP."""
+
+    def resolve(self, config: Any) -> Architecture:
+        """Read whether there are these norms."""
+        resolved = super().resolve(config)
+        return resolved if config.use_sandwich_norm else replace(resolved, mlp_norm="")
+
+
+LFM3 = Lfm3Architecture(
+    model_type="lfm3",
+    name="Lfm3",
+    up=LFM2.up,
+    down=LFM2.down,
+    middle=LFM2.middle,
+    mlp_norm="post_ffn_norm",
+    whole_attention=True,
+    mixers=LFM2.mixers,
+    file_names=((".self_attn.g_proj.", ".self_attn.gate_proj."),),
+    notes="LFM3 1.7B; the MLPs alone: convolutions, and the gated attention of the other layers, stay whole",
 )
