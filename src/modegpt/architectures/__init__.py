@@ -29,7 +29,7 @@ from .helium import HELIUM
 from .hunyuan import HUNYUAN_V1_DENSE, HY_V3
 from .hyperclovax import HYPERCLOVAX
 from .jais2 import JAIS2
-from .kimi import KIMI_LINEAR
+from .kimi import KIMI_LINEAR, LING_3
 from .laguna import LAGUNA
 from .lfm2 import LFM2, LFM2_MOE, LFM3
 from .llama import EXAONE, INTERNLM3, IQUESTCODER, LLAMA
@@ -130,6 +130,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         KIMI_LINEAR,
+        LING_3,
         DOTS1,
         AFMOE,
         LAGUNA,

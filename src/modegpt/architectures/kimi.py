@@ -1,6 +1,6 @@
-"""Kimi Linear."""
+"""Kimi Linear, and Ling 3, which is built like it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -44,4 +44,20 @@ KIMI_LINEAR = KimiLinearArchitecture(
     joined_files=((".conv1d.", (".q_conv1d.", ".k_conv1d.", ".v_conv1d.")),),
     notes="Kimi Linear 48B-A3B; the experts alone: linear and latent attention, the MLP of the first layer and the "
     "shared expert stay whole",
+)
+
+LING_3 = replace(
+    KIMI_LINEAR,
+    model_type="bailing_hybrid",
+    name="BailingHybrid",
+    float32=(*KIMI_LINEAR.float32, "forget_gate.A_log", "self_attn.conv1d.weight"),
+    file_names=(
+        (".self_attn.", ".attention."),
+        (".o_proj.", ".dense."),
+        (".forget_gate.", "."),
+        (".e_score_correction_bias", ".expert_bias"),
+        (".embed_tokens.", ".word_embeddings."),
+    ),
+    expert_files=DEEPSEEK_V3.expert_files,
+    notes="Ling 3 Flash; as `kimi_linear`, with a gate on the latent attention's output",
 )
