@@ -14,6 +14,7 @@ The mixture takes an hour to make on two cores, and is kept in `--made`; the lin
 import argparse
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, SAMPLES, SEQ_LEN, finished, model_name, opened, parser, save
+from common import CALIBRATION, SAMPLES, SEQ_LEN, Opened, finished, model_name, opened, parser, save
 from modegpt.experts import run_in_turn
 
 EXPERTS, CHOSEN = 8, 5
@@ -94,9 +95,11 @@ def split(dense: Any, tokens: Tensor) -> PreTrainedModel:
     missing = mixture.load_state_dict(outside, strict=False)
     assert not missing.unexpected_keys
     read: dict[int, Tensor] = {}
-    for index, layer in enumerate(dense.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda _module, inputs, index=index: read.update({index: inputs[0]}))
-    dense(tokens[:GROUPING].view(-1, SEQ_LEN), logits_to_keep=1)
+    with ExitStack() as hooks:
+        for index, layer in enumerate(dense.model.layers):
+            keep = layer.mlp.register_forward_pre_hook
+            hooks.callback(keep(lambda _module, inputs, index=index: read.update({index: inputs[0]})).remove)
+        dense(tokens[:GROUPING].view(-1, SEQ_LEN), logits_to_keep=1)
     for index, layer in enumerate(mixture.model.layers):
         mlp, states = dense.model.layers[index].mlp, read[index].flatten(0, 1)
         gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
@@ -107,8 +110,6 @@ def split(dense: Any, tokens: Tensor) -> PreTrainedModel:
         new.experts.down_proj.copy_(down[:, members].transpose(0, 1) * CHOSEN)  # shares add up to 1
         adds = torch.stack([(activations[:, own] @ down[:, own].mT).norm(dim=1) for own in members], dim=1)
         new.gate.weight.copy_(router(states, adds))
-    for layer in dense.model.layers:
-        layer.mlp._forward_pre_hooks.clear()
     return mixture
 
 
@@ -134,20 +135,20 @@ def distil(mixture: PreTrainedModel, dense: Any, tokens: Tensor) -> None:
             print(f"step {step + 1} of {STEPS}, divergence {loss.item():.3f}", flush=True)
 
 
-def make(asked: argparse.Namespace) -> None:
+def make(start: Opened, instruct: Path, folder: Path) -> None:
     """Make the mixture and write it. What it is calibrated and measured on is none of its text."""
-    dense, tokenizer, windows, valid, _test = opened(asked)
-    with asked.instruct.open(encoding="utf-8") as lines:
+    dense, tokenizer, windows, valid, _test = start
+    with instruct.open(encoding="utf-8") as lines:
         instructions = tokenizer("\n\n".join(json.loads(line)["text"] for line in lines), return_tensors="pt")
     left = valid[max(windows.numel(), len(valid) // 4) :]
     tokens = torch.cat((instructions["input_ids"][0], left))
     places = torch.randperm(len(tokens) // SEQ_LEN, generator=torch.Generator().manual_seed(0))
     mixture = split(dense, tokens.unfold(0, SEQ_LEN, SEQ_LEN)[places].flatten())
     distil(mixture, dense, tokens)
-    unfinished = asked.made.with_suffix(".partial")
+    unfinished = folder.with_suffix(".partial")
     mixture.eval().save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
-    unfinished.rename(asked.made)
+    unfinished.rename(folder)
 
 
 def main() -> None:
@@ -157,9 +158,10 @@ def main() -> None:
     arguments.add_argument("--instruct", type=Path, required=True)
     arguments.add_argument("--made", type=Path, required=True, help="folder of the mixture")
     asked = arguments.parse_args()
+    start = opened(asked)
     if not asked.made.exists():
-        make(asked)
-    _dense, _tokenizer, windows, _valid, test = opened(asked)
+        make(start, asked.instruct, asked.made)
+    windows, test = start.windows, start.test
     mixture = AutoModelForCausalLM.from_pretrained(asked.made, dtype=torch.float32).eval()
     run_in_turn(mixture)
 

@@ -64,17 +64,17 @@ def moments_of(source, block, calibration, names, rest: bool = False) -> BlockMo
     moments = BlockMoments.zeros(source.dims, names)
     with record_moments(block, source.architecture, source.dims, moments, calibration.weights):
         if rest:
-            with at_rest(block, idle(source.architecture)):
+            with at_rest(block, idle(source.architecture, block)):
                 list(run_block(block, 0, calibration, CPU))
         else:
             list(run_block(block, 0, calibration, CPU))
     return moments
 
 
-def idle(architecture) -> list[str]:
+def idle(architecture, block) -> list[str]:
     """All that the moments of the attention do not need."""
-    mlp = [architecture.experts, architecture.shared_down, *architecture.up, architecture.down]
-    return [path for path in mlp if path] + [f"{architecture.attention}.{architecture.output}"]
+    attention = f"{architecture.attention}.{architecture.output}"
+    return [*architecture.mlp_outputs(block), *architecture.up, attention]
 
 
 def compressed(source, calibration, ranks, config, dense=None, drifted=True, probe=None):
@@ -119,7 +119,7 @@ def test_what_is_at_rest_leaves_the_attention_and_itself_as_they_were(family: Fa
     asleep = moments_of(source, block, calibration, names, rest=True)
     assert asleep.n_tokens == awake.n_tokens == 5 * 20
     assert all(torch.equal(awake[name], asleep[name]) for name in names)
-    with at_rest(block, idle(source.architecture)):
+    with at_rest(block, idle(source.architecture, block)):
         resting = list(run_block(block, 0, calibration, CPU))
     assert not any(torch.equal(left, right) for left, right in zip(before, resting, strict=True))
     after = list(run_block(block, 0, calibration, CPU))
@@ -424,23 +424,20 @@ def attentions_of(family: Family, ids: torch.Tensor) -> list[torch.Tensor]:
     Some stock code shows the weights as if there were no sink (Granite): by what the contexts are short of, then.
     """
     model, architecture, dims = with_attention(family, "eager"), family.architecture, family.dims
+    held: list[dict[str, torch.Tensor]] = []
+    for block in decoder_layers(model, architecture.describe()) if architecture.sinks else ():
+        held.append({})
+        architecture.projection(block, "value").register_forward_hook(
+            lambda _module, _inputs, output, own=held[-1]: own.update(value=output)
+        )
+        architecture.projection(block, "output").register_forward_pre_hook(
+            lambda _module, inputs, own=held[-1]: own.update(context=inputs[0])
+        )
     shown = list(model(ids, output_attentions=True, use_cache=False).attentions)
     if not architecture.sinks or not torch.allclose(shown[0].sum(-1), torch.ones(())):
         return shown
-    for index, block in enumerate(decoder_layers(model, architecture.describe())):
-        held: dict[str, torch.Tensor] = {}
-        handles = [
-            architecture.projection(block, "value").register_forward_hook(
-                lambda _m, _i, output, held=held: held.update(value=output)
-            ),
-            architecture.projection(block, "output").register_forward_pre_hook(
-                lambda _m, inputs, held=held: held.update(context=inputs[0])
-            ),
-        ]
-        model(ids, use_cache=False)
-        for handle in handles:
-            handle.remove()
-        value, context = (held[name].unflatten(-1, (-1, dims.d_head)).transpose(1, 2) for name in ("value", "context"))
+    for index, own in enumerate(held):
+        value, context = (own[name].unflatten(-1, (-1, dims.d_head)).transpose(1, 2) for name in ("value", "context"))
         whole = shown[index] @ value.repeat_interleave(dims.n_heads // dims.n_kv_heads, dim=1)
         shown[index] *= (context * whole).sum(-1, keepdim=True) / whole.square().sum(-1, keepdim=True)
     return shown

@@ -1,6 +1,6 @@
 """The experts of a block beside the dense model: refitted to what the block's output lacks of it, group by group."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,50 +104,49 @@ class ExpertRefit:
         """
         n_experts = len(weights_of(self._experts)[1])
         size = -(-n_experts // GROUPS)
-        done, changes = range(0), list[Tensor]()
+        changes: dict[int, Tensor] = {}
         for start in range(0, n_experts, size):
             group = range(n_experts)[start : start + size]
-            moments, crosses = self._measure(group, done, changes)
+            moments, crosses = self._measure(group, changes)
             team.sum_(moments)
             team.sum_(crosses)
-            done = group
-            changes = [self._change(*each, dtype) for each in zip(group, moments, crosses, strict=True)]
+            changes = {each[0]: self._change(*each, dtype) for each in zip(group, moments, crosses, strict=True)}
         lost = torch.zeros_like(self._wanted)
-        for (residual, _sent), weights in zip(self._residuals(done, changes), self._weights, strict=True):
+        for (residual, _sent), weights in zip(self._residuals(changes), self._weights, strict=True):
             lost += _energy(residual, weights)
         lost, wanted = team.sum_(torch.stack((lost, self._wanted))).tolist()
         return (lost / wanted) ** 0.5 if wanted > 0 else 0.0
 
     def _residuals(
-        self, done: range, changes: Sequence[Tensor], group: range = range(0)
+        self, changes: dict[int, Tensor], group: Collection[int] = ()
     ) -> Iterator[tuple[Tensor, list[Routed]]]:
-        """Yield, by batch, the residual less what a group has changed, and what the experts of another group read.
+        """Yield, by batch, the residual less what experts have changed, and what those of another group read.
 
         It is one pass over the residuals for both, as they are wider than what a small expert reads.
         """
         inputs = iter(self._inputs)
         for batch, residual in enumerate(self._lacking.in_place()):
             rows, states = residual[0], next(inputs, None)
-            for each in self._read(batch, states, done):
-                more = (each.activations @ changes[each.number - done.start].mT).float()
+            for each in self._read(batch, states, changes):
+                more = (each.activations @ changes[each.number].mT).float()
                 # By shares of the other sign: `index_add_` with a factor takes four times as long on a CPU.
                 rows.index_add_(0, each.places, more * -each.shares.float())
             yield rows, self._read(batch, states, group)
 
-    def _read(self, batch: int, states: Tensor | None, group: range) -> list[Routed]:
-        """Return what the experts of a group read of a batch, of which `states` are the inputs if that was not kept."""
+    def _read(self, batch: int, states: Tensor | None, group: Collection[int]) -> list[Routed]:
+        """Return what some experts read of a batch, of which `states` are the inputs if that was not kept."""
         if self.sent is not None:
             return [each for each in self.sent[batch] if each.number in group]
         assert states is not None
         chosen, shares = self._routing[batch]
         return list(routed(self._experts, states[0].to(chosen.device), chosen, shares, group)) if group else []
 
-    def _measure(self, group: range, done: range, changes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _measure(self, group: range, changes: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         """Return, for each expert of a group, `M` and `Σ w g z rᵀ`: `(experts, n, n)` and `(experts, n, d_model)`."""
         _, d_model, width = weights_of(self._experts)[1].shape
         moments = self._wanted.new_zeros(len(group), width, width)
         crosses = self._wanted.new_zeros(len(group), width, d_model)
-        batches = zip(self._residuals(done, changes, group), self._routing, self._weights, strict=True)
+        batches = zip(self._residuals(changes, group), self._routing, self._weights, strict=True)
         for (residual, sent), (chosen, _shares), weights in batches:
             together = ((chosen >= group.start) & (chosen < group.stop)).sum(1, keepdim=True)
             for each in sent:

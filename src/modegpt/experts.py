@@ -1,6 +1,6 @@
 """What the experts of a mixture read and give: which tokens each is sent, its share in them, and its activations."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Routed(NamedTuple):
 
 @torch.no_grad()
 def routed(
-    experts: Any, states: Tensor, chosen: Tensor, shares: Tensor, among: range | None = None
+    experts: Any, states: Tensor, chosen: Tensor, shares: Tensor, among: Collection[int] | None = None
 ) -> Iterator[Routed]:
     """Yield what each expert that is sent any token reads, one expert after another.
 

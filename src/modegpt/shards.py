@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
 
-from .architectures import Dimensions, architecture_of
+from .architectures import architecture_of
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
 from .blocks import Calibration, check_weights, layers_prefix, required_tensors
 from .errors import InputError, refused
@@ -121,7 +121,6 @@ class ShardBlocks:
         self._held: PreTrainedModel | None = None
         self.prefix = layers_prefix(self.model, self.layers)
         self._architecture = architecture_of(model.config)
-        self._n_experts = Dimensions.of(self._architecture, model.config).n_experts
 
     def take(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.take`."""
@@ -243,7 +242,7 @@ class ShardBlocks:
         fused = first.new_empty(len(stored), *first.shape, dtype=dtype or first.dtype)
         for part, own in zip(fused, stored, strict=True):
             part.copy_(read_stored(self.files, own, self._packing))
-        return fused.flatten(0, 1) if is_joined(name, self.model) else fused.view(self._n_experts, -1, first.shape[-1])
+        return fused.view(self.model.get_parameter_or_buffer(name).shape)
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:

@@ -230,9 +230,7 @@ class BlockCompressor:
             known = zip(weights or unknown, self._moved(dense, wanted), normed.rms if normed else unknown, strict=True)
             weights = (weighed_by_norm(*each) for each in known)
         outputs = iter(()) if normed is None else iter(normed.states)
-        inside = dict(block.named_modules())
-        mlps = (architecture.down, architecture.experts, architecture.shared_down)
-        idle = [path for path in mlps if path and path in inside]
+        idle = architecture.mlp_outputs(block)
         if "mlp" not in modules:
             idle += [*architecture.up, f"{architecture.attention}.{architecture.output}"]
         with ExitStack() as stack:

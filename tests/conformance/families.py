@@ -199,6 +199,13 @@ LINEAR_EXPERTS: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 16,
 }
+LINEAR_LATENT: dict[str, Any] = {
+    **SIZES,
+    **LATENT,
+    "q_lora_rank": None,
+    "num_experts": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 GRANITE_4: dict[str, Any] = {
     **SIZES,
     **GROUPED,
@@ -510,13 +517,7 @@ FAMILIES = [
     # Linear attention, which has the name of the latent one of the layer between.
     Family(
         "kimi_linear",
-        lambda: KimiLinearConfig(
-            **{**SIZES, **LATENT, "q_lora_rank": None},
-            num_experts=4,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-            linear_num_heads=4,
-            linear_head_dim=8,
-        ),
+        lambda: KimiLinearConfig(**LINEAR_LATENT, linear_num_heads=4, linear_head_dim=8),
         whole=("qk", "vo"),
         whole_mlps=1,
         exact=ROUTED,
@@ -524,12 +525,7 @@ FAMILIES = [
     ),
     Family(
         "bailing_hybrid",
-        lambda: BailingHybridConfig(
-            **{**SIZES, **LATENT, "q_lora_rank": None},
-            num_experts=4,
-            head_dim=8,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-        ),
+        lambda: BailingHybridConfig(**LINEAR_LATENT, head_dim=8),
         whole=("qk", "vo"),
         whole_mlps=1,
         exact=ROUTED,

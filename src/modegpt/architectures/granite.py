@@ -79,11 +79,6 @@ GRANITE_HYBRID = GraniteHybridArchitecture(
 class GraniteSlidingArchitecture(Architecture):
     """Granite of sliding windows and sinks, where each layer has a base of its rotary embedding, or none."""
 
-    def resolve(self, config: Any) -> Architecture:
-        """Read whether there is an MLP beside the experts."""
-        resolved = super().resolve(config)
-        return resolved if getattr(config, "shared_intermediate_size", 0) else replace(resolved, shared_down="")
-
     def block_dims(self, block: nn.Module, dims: Dimensions) -> Dimensions:
         """Return the sizes of one block: without a rotary part where its base is 0."""
         attention: Any = block.get_submodule(self.attention)

@@ -228,6 +228,11 @@ class Architecture:
         """Return the module of a block's experts; None where it has none."""
         return dict(block.named_modules()).get(self.experts) if self.experts else None
 
+    def mlp_outputs(self, block: nn.Module) -> list[str]:
+        """Return what puts out a block's MLP, or its experts and the MLP beside them: the paths of those it has."""
+        inside = dict(block.named_modules())
+        return [path for path in (self.down, self.experts, self.shared_down) if path and path in inside]
+
     def cuts_mlp(self, block: nn.Module) -> bool:
         """Whether a block's MLP, or its experts, have a rank: not an MLP among layers of experts."""
         return not self.experts or self.mixture(block) is not None
