@@ -9,10 +9,12 @@ goes on where it was stopped.
     python benchmarks/solvers.py --data FOLDER --allocation error
     python benchmarks/solvers.py --data FOLDER --sparsity 0.2 --parts mlp qk vo
     python benchmarks/solvers.py --data FOLDER --sparsity 0.2 --calibration FILE --json FILE
+    python benchmarks/solvers.py --data FOLDER --allocation uniform influence --solver best --seed 1 2 3 4
 """
 
 import argparse
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
     arguments.add_argument("--parts", nargs="*", default=["all"], help="all, or modules to compress alone")
     arguments.add_argument("--calibration", default=None, help="another text (default: wiki.valid.txt of --data)")
+    arguments.add_argument(
+        "--seed", type=int, nargs="*", default=[0], help="of what the model writes for `best` and `error`"
+    )
     return arguments.parse_args()
 
 
@@ -44,9 +49,11 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"method": "drop layers", "sparsity": sparsity}
     for allocation in asked.allocation:
         for sparsity in asked.sparsity:
-            for part in asked.parts:
-                for solver in asked.solver:
-                    yield {"method": solver, "sparsity": sparsity, "allocation": allocation, "modules": part}
+            for part, solver in product(asked.parts, asked.solver):
+                about = {"method": solver, "sparsity": sparsity, "allocation": allocation, "modules": part}
+                # The paper's solvers write nothing: no seed changes what they do.
+                for seed in asked.seed if solver == "best" or allocation == "error" else [0]:
+                    yield {**about, "seed": seed}
 
 
 def main() -> None:
@@ -75,7 +82,11 @@ def main() -> None:
             modules = modegpt.config.MODULES if row["modules"] == "all" else (row["modules"],)
             # A part alone loses the share of itself that all of them would: its blocks lose less.
             config = modegpt.CompressionConfig(
-                sparsity=row["sparsity"], allocation=row["allocation"], solver=row["method"], modules=modules
+                sparsity=row["sparsity"],
+                allocation=row["allocation"],
+                solver=row["method"],
+                modules=modules,
+                seed=row["seed"],
             )
             config, _warnings, seconds = scored.plan(config)
             row |= {"scoring_seconds": seconds} if seconds else {}
