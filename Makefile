@@ -23,7 +23,7 @@ test-oldest: $(READY)
 		"$$(grep --only-matching 'transformers>=[0-9.]*' pyproject.toml | sed 's/>=/==/')" 2> $(VENV)/oldest.log \
 		|| (cat $(VENV)/oldest.log; exit 1)
 	PYTHONPATH="$(CURDIR)/$(OLDEST)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
-		tests/conformance/test_generation.py tests/conformance/test_checkpoints.py tests/test_decoding.py tests/test_text_part.py
+		tests/conformance/test_generation.py tests/conformance/test_checkpoints.py tests/test_decoding.py tests/formats/test_text_part.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

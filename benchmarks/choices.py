@@ -22,9 +22,9 @@ from statistics import fmean, pstdev
 import modegpt
 from common import CALIBRATION, compressed, finished, model_name, opened, parser, save
 from modegpt.evaluate import evaluating
-from modegpt.harness import Harness, hushed, local, run_task
-from modegpt.local_tasks import read_task
-from modegpt.paired import compare
+from modegpt.measuring.harness import Harness, hushed, local, run_task
+from modegpt.measuring.local_tasks import read_task
+from modegpt.measuring.paired import compare
 
 FIRST = {"arc_easy": 1172, "openbook_qa": 100, "piqa": 1172}
 """Questions before these are for the main table of zero_shot.py."""

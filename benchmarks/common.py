@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import modegpt
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.checkpoint import write_json
-from modegpt.demo import model_file
-from modegpt.models import open_model, open_tokenizer
+from modegpt.commands.demo import model_file
+from modegpt.loading.models import open_model, open_tokenizer
 from modegpt.report import protocol
 
 RESULTS = Path(__file__).parent / "results"

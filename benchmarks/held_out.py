@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 import modegpt
 from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
 from modegpt.calibration import load_text, tokenize
-from modegpt.damage import divergence
-from modegpt.local_tasks import read_task
+from modegpt.measuring.local_tasks import read_task
+from modegpt.running.damage import divergence
 
 EVAL_WINDOWS = 24
 PASSAGES = 800

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import modegpt
 from common import CALIBRATION, SAMPLES, SEQ_LEN, Opened, finished, model_name, opened, parser, save
-from modegpt.experts import run_in_turn
+from modegpt.observing.experts import run_in_turn
 
 EXPERTS, CHOSEN = 8, 5
 STEPS, BATCH, WARMUP, RATE = 200, 2, 10, 3e-4

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import modegpt
 from common import CALIBRATION, SAMPLES, SEQ_LEN, default_model, model_name, parser, save
-from modegpt.compare import METHODS, compare
-from modegpt.compare_plot import draw
-from modegpt.measures import Measures
+from modegpt.comparing.compare import METHODS, compare
+from modegpt.comparing.measures import Measures
+from modegpt.pages.compare_plot import draw
 
 EVAL_WINDOWS = 48
 OURS = ("best:error", "best", "paper:influence")

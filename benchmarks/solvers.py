@@ -22,7 +22,7 @@ import modegpt
 from common import SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
 from modegpt.baselines import shortgpt
 from modegpt.calibration import draw_windows, load_text, tokenize
-from modegpt.scored import Scored
+from modegpt.comparing.scored import Scored
 
 EVAL_WINDOWS = 48
 

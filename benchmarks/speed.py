@@ -21,9 +21,9 @@ from common import RESULTS, default_model, save
 from modegpt.architectures import Dimensions, architecture_of
 from modegpt.benchmark import BenchSettings, benchmark
 from modegpt.checkpoint import build, compressed_config
+from modegpt.loading.models import open_model
 from modegpt.modeling_modegpt import decoder_layers, shrink_block
-from modegpt.models import open_model
-from modegpt.surgery import split_rank
+from modegpt.running.surgery import split_rank
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4},

@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 
 import modegpt
 from common import CALIBRATION, Opened, compressed, finished, model_name, opened, parser, save
-from modegpt.progress_bar import ProgressBar
-from modegpt.scored import Scored
-from modegpt.zero_shot import PRESETS, TaskResult, open_tasks
+from modegpt.commands.progress_bar import ProgressBar
+from modegpt.comparing.scored import Scored
+from modegpt.measuring.zero_shot import PRESETS, TaskResult, open_tasks
 
 DEFAULTS = modegpt.CompressionConfig()
 

@@ -5,7 +5,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
-from modegpt.paired import compare
+from modegpt.measuring.paired import compare
 from readme import load, noted, table
 
 MEANS = (("mean", "acc_norm"), ("mean of `acc`", "acc"))

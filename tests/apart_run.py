@@ -16,11 +16,14 @@ import apart
 import modegpt
 from conformance.families import FAMILIES, Family, tokens
 from conformance.helpers import errors
-from modegpt import CompressionConfig, attention_logits, blocks, damage, embedding, moments, triangle
+from modegpt import CompressionConfig, blocks, moments
 from modegpt.baselines import BASELINES
 from modegpt.decompose import psd
 from modegpt.evaluate import perplexity
-from modegpt.lending import lent
+from modegpt.observing import attention_logits
+from modegpt.running import damage, embedding
+from modegpt.running.lending import lent
+from modegpt.sums import triangle
 
 WINDOWS = tokens(rows=12, length=24, seed=3)
 ONCE = ("llama-grouped", "gpt2", "phi-norm", "gemma3_text", "mixtral", "granitemoe", "deepseek_v3", "olmo2")

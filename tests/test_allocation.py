@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from modegpt import CompressionConfig
 from modegpt.allocation import alike, allocate
 from modegpt.errors import InputError, NumericalError
-from modegpt.filling import Unit, auto_temperature, fill_additive, fill_exponential
-from modegpt.ranks import LayerSizes, Slot, round_to_budget
+from modegpt.ranks.filling import Unit, auto_temperature, fill_additive, fill_exponential
+from modegpt.ranks.whole import LayerSizes, Slot, round_to_budget
 
 MODULES = ("mlp", "qk", "vo")
 

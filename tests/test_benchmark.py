@@ -25,8 +25,8 @@ from modegpt.benchmark import BenchSettings, Runner, _next_token, _profiled_peak
 from modegpt.cache_name import CACHE
 from modegpt.checkpoint import build, compressed_config
 from modegpt.cli import app
-from modegpt.costs import Attention, costs_of, file_bytes
 from modegpt.errors import InputError
+from modegpt.measuring.costs import Attention, costs_of, file_bytes
 from modegpt.modeling_modegpt import decoder_layers, shrink_block
 
 SIZES = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from modegpt import CompressionConfig, InputError, compress
+from modegpt.commands.demo import model_file
 from modegpt.compress import compress_to_folder
-from modegpt.demo import model_file
-from modegpt.models import open_model, open_tokenizer
-from modegpt.preparation import open_source
+from modegpt.loading.models import open_model, open_tokenizer
+from modegpt.running.preparation import open_source
 
 CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
 WINDOWS = torch.arange(128).view(4, 32)

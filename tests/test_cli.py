@@ -25,12 +25,12 @@ from typer.testing import CliRunner, Result
 from modegpt import MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
-from modegpt.cli_support import OneLineErrors, emit, mixed_dtypes
 from modegpt.commands.bench import _tables as bench_tables
+from modegpt.commands.demo import model_file, tables
+from modegpt.commands.demo import run as run_demo
 from modegpt.commands.evaluate import _marked, _warnings
+from modegpt.commands.shared import OneLineErrors, emit, mixed_dtypes
 from modegpt.config import CompressionConfig
-from modegpt.demo import model_file, tables
-from modegpt.demo import run as run_demo
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 PROGRAM = Path(sys.executable).with_name("modegpt")
@@ -687,7 +687,7 @@ def test_an_interrupted_run_ends_with_one_line_and_no_result(tiny_llama_dir: Pat
 def test_the_demo_says_where_it_left_the_checkpoint(
     tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("modegpt.demo.model_file", lambda: tiny_llama_dir)
+    monkeypatch.setattr("modegpt.commands.demo.model_file", lambda: tiny_llama_dir)
     result = modegpt("demo", "--out", tmp_path / "kept")
     assert result.exit_code == 0, result.output
     assert f"the compressed checkpoint is in {tmp_path / 'kept'}" in result.stdout

@@ -14,14 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from conformance.families import FAMILIES, Family, tokens
 from conformance.helpers import errors
-from modegpt import CompressionConfig, compress, exact_products
+from modegpt import CompressionConfig, compress
 from modegpt.baselines import BASELINES
 from modegpt.benchmark import BenchSettings, benchmark
 from modegpt.compress import compress_to_folder
 from modegpt.evaluate import perplexity
-from modegpt.exact_products import TOGETHER, left_factor
-from modegpt.lending import lent
-from modegpt.triangle import add_lower, fill_upper
+from modegpt.running.lending import lent
+from modegpt.sums import exact_products
+from modegpt.sums.exact_products import TOGETHER, left_factor
+from modegpt.sums.triangle import add_lower, fill_upper
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -106,7 +107,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(place: str, tmp_path: Pa
         model.save_pretrained(tmp_path / "dense")
         model = tmp_path / "dense"
     if place == "offloaded":  # neither the GPU nor the host has room for all hidden states
-        monkeypatch.setattr("modegpt.embedding.GPU_PART", 2**30)
+        monkeypatch.setattr("modegpt.running.embedding.GPU_PART", 2**30)
     config = replace(CONFIG, max_host_memory=4096 if place == "offloaded" else None)
     compress_to_folder(model, WINDOWS, tmp_path / "whole", config)
 
@@ -124,7 +125,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(place: str, tmp_path: Pa
 def test_where_hidden_states_are_decides_nothing(monkeypatch: pytest.MonkeyPatch):
     (family,) = named("llama-grouped")
     on_gpu = compress(family.dense(), WINDOWS, CONFIG).state_dict()
-    monkeypatch.setattr("modegpt.embedding.GPU_PART", 2**40)
+    monkeypatch.setattr("modegpt.running.embedding.GPU_PART", 2**40)
     on_host = compress(family.dense(), WINDOWS, CONFIG).state_dict()
     assert all(torch.equal(on_gpu[name], on_host[name]) for name in on_gpu)
 

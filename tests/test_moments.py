@@ -19,11 +19,11 @@ from modegpt.architectures import Architecture, Dimensions, architecture_of
 from modegpt.blocks import Calibration, ModelBlocks, run_block
 from modegpt.config import CompressionConfig
 from modegpt.errors import NumericalError
-from modegpt.experts import Routed
 from modegpt.hidden_states import HiddenStates
 from modegpt.moments import GATES_EVERY, SHAPES, BlockMoments, record_moments
-from modegpt.surgery import needed_moments
-from modegpt.triangle import PANEL
+from modegpt.observing.experts import Routed
+from modegpt.running.surgery import needed_moments
+from modegpt.sums.triangle import PANEL
 
 DIMS = Dimensions(n_layers=1, d_model=8, d_int=6, d_head=4, n_heads=4, n_kv_heads=2, rotary_dim=4)
 COLUMNS = {

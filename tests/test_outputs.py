@@ -11,7 +11,7 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from modegpt.cli import app
-from modegpt.cli_support import console
+from modegpt.commands.shared import console
 
 
 def modegpt(*args: object) -> Result:

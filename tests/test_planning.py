@@ -13,8 +13,8 @@ import modegpt
 from modegpt import CompressionConfig, InputError
 from modegpt.cli import app
 from modegpt.compress import prepare
-from modegpt.plan_file import read_plan
 from modegpt.planning import estimate, make_plan
+from modegpt.ranks.plan_file import read_plan
 
 TEXT = ["--calibration", "python-docs", "--samples", "4", "--seq-len", "32"]
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from modegpt.architectures import ARCHITECTURES
 from modegpt.cli import app
-from modegpt.demo import INSTALL
+from modegpt.commands.demo import INSTALL
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ if "modegpt_command" not in sys.modules:  # the program registers later, and nee
     from .errors import InputError, MissingExtraError, ModegptError, NumericalError
     from .evaluate import perplexity
     from .export.stock import stock_model
-    from .zero_shot import evaluate_tasks
+    from .measuring.zero_shot import evaluate_tasks
 
 __all__ = [
     "CompressionConfig",

@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .allocation_limits import check_request, impossible, left_whole, missed
-from .allocation_units import (
+from .config import MODULES
+from .errors import InputError
+from .ranks.filling import auto_temperature, fill_additive, fill_exponential
+from .ranks.limits import check_request, impossible, left_whole, missed
+from .ranks.units import (
     COLUMNS,
     kept_by_half,
     layer_units,
@@ -19,10 +22,7 @@ from .allocation_units import (
     scores_by_part,
     within_units,
 )
-from .config import MODULES
-from .errors import InputError
-from .filling import auto_temperature, fill_additive, fill_exponential
-from .ranks import LayerSizes, Slot, allowed_error, ceiling_rank, check_plan, open_slots, round_to_budget
+from .ranks.whole import LayerSizes, Slot, allowed_error, ceiling_rank, check_plan, open_slots, round_to_budget
 
 
 @dataclass

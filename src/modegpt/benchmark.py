@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from .cache_name import CACHE
-from .costs import Costs, cache_bytes, costs_of
 from .errors import InputError
-from .models import device_of
+from .loading.models import device_of
+from .measuring.costs import Costs, cache_bytes, costs_of
 from .progress import Progress
 
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import typer
 from rich.table import Table
 
-from .cli_support import (
+from .commands.bench import bench
+from .commands.check import check
+from .commands.compare import compare
+from .commands.evaluate import evaluate
+from .commands.export import export
+from .commands.report import report as report_page
+from .commands.settings import configured
+from .commands.shared import (
     DEVICE,
     JSON,
     MODEL,
@@ -21,13 +28,6 @@ from .cli_support import (
     dtype_name,
     emit,
 )
-from .commands.bench import bench
-from .commands.check import check
-from .commands.compare import compare
-from .commands.evaluate import evaluate
-from .commands.export import export
-from .commands.report import report as report_page
-from .commands.settings import configured
 from .commands.sweep import sweep
 from .config import DTYPES, CompressionConfig, check_choice, check_seed
 from .errors import InputError
@@ -78,10 +78,10 @@ def compress(
     """Compress MODEL and write an ordinary checkpoint with its report."""
     check_json(json_file)
     begin()
+    from .commands.progress_bar import ProgressBar
     from .compress import compress_to_folder
-    from .distributed import leave_team
-    from .html_report import require_extra, write_report
-    from .progress_bar import ProgressBar
+    from .pages.html_report import require_extra, write_report
+    from .running.distributed import leave_team
 
     if page:
         require_extra()
@@ -119,9 +119,9 @@ def plan(
     if plot is not None:
         check_plot(plot, PLOTS)
     begin()
-    from .allocation_units import score_parts
+    from .commands.progress_bar import ProgressBar
     from .planning import make_plan, plot_plan, require_plotting
-    from .progress_bar import ProgressBar
+    from .ranks.units import score_parts
 
     if plot is not None:
         require_plotting()
@@ -176,8 +176,8 @@ def generate(
     begin()
     import torch
 
-    from .models import open_config, open_model, open_tokenizer, resolve_device
-    from .prompts import encode
+    from .loading.models import open_config, open_model, open_tokenizer, resolve_device
+    from .measuring.prompts import encode
     from .report import protocol
 
     target, network_config = resolve_device(device), open_config(model)
@@ -234,8 +234,8 @@ def demo(
     """Compress, evaluate and compare a small real model, with no network: a few minutes on two cores."""
     check_json(json_file)
     begin()
-    from .demo import run, tables
-    from .progress_bar import ProgressBar
+    from .commands.demo import run, tables
+    from .commands.progress_bar import ProgressBar
 
     with ProgressBar("reading the model") as progress:
         result = run(out, overwrite, progress)

@@ -1,4 +1,4 @@
-"""Compressing a model: into memory, or into a folder as it goes. What happens to the blocks stands in `run.py`."""
+"""Compressing a model: into memory, or into a folder as it goes. What happens to the blocks stands in `running/`."""
 
 import copy
 from pathlib import Path
@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import build, check_output
 from .config import CompressionConfig
-from .distributed import join_team
 from .errors import InputError
-from .lending import lent
-from .models import resolve_device
-from .partial import PartialCheckpoint, clear_leftovers, finished_report
-from .preparation import (
+from .loading.models import resolve_device
+from .progress import Progress
+from .report import Stopwatch
+from .running.distributed import join_team
+from .running.lending import lent
+from .running.partial import PartialCheckpoint, clear_leftovers, finished_report
+from .running.preparation import (
     check_generation,
     check_ids,
     layer_sizes,
@@ -24,9 +26,7 @@ from .preparation import (
     require_model,
     run_fingerprint,
 )
-from .progress import Progress
-from .report import Stopwatch
-from .run import Run
+from .running.run import Run
 
 
 def compress(

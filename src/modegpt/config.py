@@ -23,9 +23,9 @@ PRESETS = {
 SOLVERS = {"mlp": ("leverage", "energy", "saliency"), "qk": ("cr", "logits"), "vo": ("svd", "context")}
 """The solvers of each module."""
 COVERAGE = 0.1875
-"""Share of extra calibration windows that `best` lets the model write (`own_text.py`)."""
+"""Share of extra calibration windows that `best` lets the model write (`running/own_text.py`)."""
 RARITY = 0.25
-"""Exponent by which `best` weights tokens (`token_weights.py`)."""
+"""Exponent by which `best` weights tokens (`sums/token_weights.py`)."""
 ALLOCATIONS = ("uniform", "influence", "influence-blocks", "owl", "error", "width", "plan")
 FEEDING = ("energy", "saliency")
 """The solvers of the MLP that can be refitted to the dense model's hidden states."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import InputError, NumericalError
-from .models import beyond_vocabulary, device_of
+from .loading.models import beyond_vocabulary, device_of
 from .progress import Progress
 
 LOGIT_BYTES = 2**30

@@ -9,8 +9,8 @@ from typing import Any
 from .architectures import ARCHITECTURES, Architecture, Dimensions
 from .checkpoint import REPORT_NAME, read_json
 from .errors import InputError
+from .formats.safetensors_merge import Entry, read_header
 from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
-from .safetensors_merge import Entry, read_header
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 """Bytes of one element by safetensors' name of the dtype; what is not listed (an index, say) is no parameter."""

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from .architectures import Architecture, Dimensions
 from .architectures.access import HEADS, Layout
-from .attention_logits import record_logits
 from .decompose.psd import all_finite
 from .errors import NumericalError
-from .exact_products import left_factor, product, right_factors, weighted
-from .experts import Routed, watched
-from .token_weights import weighed_by_norm
-from .triangle import add_lower, fill_upper
+from .observing.attention_logits import record_logits
+from .observing.experts import Routed, watched
+from .sums.exact_products import left_factor, product, right_factors, weighted
+from .sums.token_weights import weighed_by_norm
+from .sums.triangle import add_lower, fill_upper
 
 SHAPES: dict[str, Callable[[Dimensions], tuple[int, ...]]] = {
     "mlp": lambda d: (d.d_int, d.d_int),

@@ -8,21 +8,21 @@ import torch
 from transformers import PreTrainedModel
 
 from .allocation import Allocation
-from .allocation_units import score_parts
 from .compress import prepare
 from .config import CompressionConfig
-from .dense_pass import held_bytes, room_ahead
-from .fisher import DEPTH
-from .fisher import EVERY as PROBED_EVERY
-from .lending import lent
-from .models import compute_dtype
-from .own_text import LENGTHS, cache_bytes
-from .plots import require_matplotlib
-from .preparation import Source, cached_numbers, plain_text
+from .loading.models import compute_dtype
+from .pages.plots import require_matplotlib
 from .progress import Progress
-from .ranks import LayerSizes
+from .ranks.units import score_parts
+from .ranks.whole import LayerSizes
 from .report import budget, protocol
-from .surgery import solver_of
+from .running.dense_pass import held_bytes, room_ahead
+from .running.fisher import DEPTH
+from .running.fisher import EVERY as PROBED_EVERY
+from .running.lending import lent
+from .running.own_text import LENGTHS, cache_bytes
+from .running.preparation import Source, cached_numbers, plain_text
+from .running.surgery import solver_of
 
 NEEDS_TEXT = ("influence", "influence-blocks", "owl", "error")
 """Allocation rules that score the blocks on calibration text."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .ranks import LayerSizes
+from .ranks.whole import LayerSizes
 from .versions import versions
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from modegpt.baselines import BASELINES
 from modegpt.baselines.layers import without
-from modegpt.tiny import random_model
+from modegpt.checks.tiny import random_model
 
 SIZES = {
     "vocab_size": 61,

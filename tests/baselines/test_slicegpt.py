@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, OPTConfig
 
 from modegpt.baselines import BASELINES
-from modegpt.tiny import random_model
+from modegpt.checks.tiny import random_model
 
 
 def opt() -> Any:

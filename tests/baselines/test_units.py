@@ -8,7 +8,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from modegpt.baselines import BASELINES
 from modegpt.baselines.flap import Spread
-from modegpt.tiny import random_model
+from modegpt.checks.tiny import random_model
 
 
 def test_spread_is_mean_and_variance():

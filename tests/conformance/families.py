@@ -95,8 +95,8 @@ from transformers import (
 )
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
-from modegpt.preparation import EXPERT_STEP
-from modegpt.tiny import random_model
+from modegpt.checks.tiny import random_model
+from modegpt.running.preparation import EXPERT_STEP
 
 ExaoneConfig: Any = getattr(transformers, "ExaoneConfig", None)
 

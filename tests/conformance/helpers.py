@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from modegpt.checkpoint import build, compressed_config
+from modegpt.checks.densify import densify as densified
+from modegpt.checks.densify import in_float64
 from modegpt.config import CompressionConfig
-from modegpt.densify import densify as densified
-from modegpt.densify import in_float64
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
-from modegpt.surgery import compress_block, cut_modules, needed_moments
+from modegpt.running.surgery import compress_block, cut_modules, needed_moments
 
 from .families import Family, tokens
 

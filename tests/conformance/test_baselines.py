@@ -8,7 +8,7 @@ import torch
 from modegpt.architectures.access import Affine, Layout
 from modegpt.baselines import BASELINES
 from modegpt.baselines.walk import blocks_of, layer_parameters
-from modegpt.lending import lent
+from modegpt.running.lending import lent
 
 from .conftest import Pair
 from .families import tokens

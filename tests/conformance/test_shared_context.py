@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, Phi3Config
 
-from modegpt.shared_context import AT_ONCE, questions, score_answers, takes_part, turning_point
+from modegpt.measuring.shared_context import AT_ONCE, questions, score_answers, takes_part, turning_point
 
 from .conftest import Pair
 from .families import tokens

@@ -14,8 +14,8 @@ from conformance.helpers import densify
 from modegpt import CompressionConfig, MissingExtraError
 from modegpt.architectures import Dimensions, architecture_of
 from modegpt.calibration import draw_windows, load_text, tokenize
-from modegpt.demo import model_file
-from modegpt.models import open_model, open_tokenizer
+from modegpt.commands.demo import model_file
+from modegpt.loading.models import open_model, open_tokenizer
 
 pytestmark = pytest.mark.real_model
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ..errors import InputError
-from ..packed import packing, quantization
-from ..text_part import MULTIMODAL, has_text_part
+from ..formats.packed import packing, quantization
+from ..formats.text_part import MULTIMODAL, has_text_part
 from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE

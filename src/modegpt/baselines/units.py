@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..architectures import Architecture, Dimensions
 from ..architectures.access import affine
-from ..preparation import layer_sizes
+from ..running.preparation import layer_sizes
 from .walk import Walk, not_plain
 
 

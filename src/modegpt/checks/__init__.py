@@ -1,1 +1,1 @@
-"""What `modegpt check` proves on a model, one function a check."""
+"""What `modegpt check` proves on a model, one function a check, and what it needs for it."""

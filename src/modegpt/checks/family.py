@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..densify import densify
 from ..modeling_modegpt import decoder_layers
+from .densify import densify
 from .subject import Subject, distance, logits, run_hooked, verdict
 
 

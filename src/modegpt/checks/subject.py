@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from ..architectures import Architecture, Dimensions
 from ..compress import compress
 from ..config import CompressionConfig
-from ..densify import in_float64
+from .densify import in_float64
 
 ROWS, LENGTH = 2, 24
 """Tokens of a check: more than the sliding window and the trained length of a tiny model."""

@@ -8,9 +8,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import DEVICE, JSON, MODEL, begin, check_json, console, dtype_name, emit, mixed_dtypes, names
 from ..config import DTYPES, check_choice
 from ..errors import InputError
+from .shared import DEVICE, JSON, MODEL, begin, check_json, console, dtype_name, emit, mixed_dtypes, names
 
 
 def bench(
@@ -40,10 +40,10 @@ def bench(
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ..benchmark import PRESETS, BenchSettings, benchmark, check_settings
-    from ..costs import file_bytes
-    from ..models import open_config, open_model, resolve_device
-    from ..progress_bar import ProgressBar
+    from ..loading.models import open_config, open_model, resolve_device
+    from ..measuring.costs import file_bytes
     from ..report import protocol
+    from .progress_bar import ProgressBar
 
     if preset is not None:
         check_choice("preset", preset, tuple(PRESETS))

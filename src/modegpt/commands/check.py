@@ -4,9 +4,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ..cli_support import JSON, MODEL, begin, check_json, console, emit
 from ..config import CompressionConfig
 from ..errors import InputError
+from .shared import JSON, MODEL, begin, check_json, console, emit
 
 
 def check(
@@ -26,13 +26,13 @@ def check(
     begin()
     import torch
 
-    from ..checking import Check, make_tiny, run_checks
-    from ..models import open_model, outer_config
-    from ..packed import packing, plain
-    from ..progress_bar import ProgressBar
+    from ..checks.checking import Check, make_tiny, run_checks
+    from ..checks.support import facts, supported
+    from ..formats.packed import packing, plain
+    from ..formats.text_part import about_text_part, text_part
+    from ..loading.models import open_model, outer_config
     from ..report import protocol
-    from ..support import facts, supported
-    from ..text_part import about_text_part, text_part
+    from .progress_bar import ProgressBar
 
     outer = outer_config(model)
     said = text_part(outer)

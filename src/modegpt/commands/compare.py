@@ -7,12 +7,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, begin, check_json, check_plot, emit, names, numbers
 from ..config import CompressionConfig
 from ..errors import InputError
-from ..plots import labels
+from ..pages.plots import labels
 from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
 from .settings import configured
+from .shared import JSON, MODEL, begin, check_json, check_plot, emit, names, numbers
 
 
 @configured("sparsity", "plan", "solver", "mlp_solver", "qk_solver", "vo_solver", "dtype", "max_host_memory")
@@ -42,8 +42,8 @@ def compare(
     if plot is not None:
         _check_plot(plot, bool(data) or not tasks)
     begin()
-    from ..compare import compare as run_comparison
-    from ..progress_bar import ProgressBar
+    from ..comparing.compare import compare as run_comparison
+    from .progress_bar import ProgressBar
 
     asked = measures(data, tasks, limit, eval_seq_len, max_windows)
     with ProgressBar("reading model and text") as progress:
@@ -52,7 +52,7 @@ def compare(
         )
     emit(result, json_file)
     if plot is not None:
-        from ..compare_plot import draw
+        from ..pages.compare_plot import draw
 
         draw(result, plot)
     tell(result, _table(result), out, json_file)
@@ -60,7 +60,7 @@ def compare(
 
 def _check_plot(plot: Path, measured: bool) -> None:
     """Refuse, before the work, a plot that could not be drawn after it."""
-    from ..plots import require_matplotlib
+    from ..pages.plots import require_matplotlib
 
     check_plot(plot, (".svg",))
     if not measured:

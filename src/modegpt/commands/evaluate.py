@@ -7,7 +7,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import (
+from ..config import DTYPES, check_choice
+from ..errors import InputError
+from ..pages.plots import labels
+from ..progress import Progress
+from .shared import (
     DEVICE,
     JSON,
     begin,
@@ -20,10 +24,6 @@ from ..cli_support import (
     mixed_dtypes,
     names,
 )
-from ..config import DTYPES, check_choice
-from ..errors import InputError
-from ..plots import labels
-from ..progress import Progress
 
 DEFAULT_DATA = "wikitext2"
 
@@ -61,13 +61,13 @@ def evaluate(
     check_json(json_file)
     begin()
     from ..calibration import check_source, start_token
+    from ..comparing.in_turn import common_window, open_texts, seen_text
+    from ..formats.text_part import about_text_part, text_part
     from ..inspection import calibrated_on
-    from ..measuring import common_window, open_texts, seen_text
-    from ..models import open_model, open_tokenizer, outer_config, resolve_device
-    from ..progress_bar import ProgressBar
+    from ..loading.models import open_model, open_tokenizer, outer_config, resolve_device
+    from ..measuring.zero_shot import harness_version, open_tasks
     from ..report import protocol
-    from ..text_part import about_text_part, text_part
-    from ..zero_shot import harness_version, open_tasks
+    from .progress_bar import ProgressBar
 
     target = resolve_device(device)
     for source in data:
@@ -125,8 +125,8 @@ def _measure(
     network: Any, tokenizer: Any, texts: dict[str, Any], tasks: Sequence[Any], bounds: Bounds, progress: Any
 ) -> tuple[dict[str, Any], Any]:
     """Return what the JSON says of one model, and the result of its tasks, None without any."""
-    from ..measuring import measure_texts
-    from ..zero_shot import evaluate_tasks
+    from ..comparing.in_turn import measure_texts
+    from ..measuring.zero_shot import evaluate_tasks
 
     results = []
     if texts:

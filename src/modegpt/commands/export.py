@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from ..cli_support import JSON, begin, check_json, console, emit
 from ..config import DTYPES, check_choice
+from .shared import JSON, begin, check_json, console, emit
 
 PARTS = {
     "attention": "attention, whose key-value cache is the dense one",

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.table import Table
 
-from ..cli_support import check_used, console, names
+from .shared import check_used, console, names
 
 if TYPE_CHECKING:
-    from ..measures import Measures
+    from ..comparing.measures import Measures
 
 DATA = typer.Option([], "--data", help="Text to measure perplexity on; may be repeated. wikitext2 without --tasks.")
 TASKS = typer.Option([], "--tasks", help="Zero-shot tasks as for eval; with commas, or repeated.")
@@ -27,7 +27,7 @@ def measures(
     rounds: int = 0,
 ) -> "Measures":
     """Return what these options ask for."""
-    from ..measures import Measures
+    from ..comparing.measures import Measures
 
     texts = tuple(dict.fromkeys(data)) or (() if tasks else ("wikitext2",))
     check_used(texts, tasks, limit, {"--eval-seq-len": eval_seq_len, "--max-windows": max_windows})

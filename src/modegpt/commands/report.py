@@ -6,9 +6,9 @@ from typing import Any
 
 import typer
 
-from ..cli_support import DEVICE, JSON, begin, check_file, check_json, check_positive, check_used, console, emit
 from ..config import DTYPES, IN_MEMORY, check_choice
 from ..errors import InputError
+from .shared import DEVICE, JSON, begin, check_file, check_json, check_positive, check_used, console, emit
 
 
 def report(
@@ -38,14 +38,14 @@ def report(
     evals = [_read(path, "eval") for path in eval_files]
     bench = None if bench_file is None else _read(bench_file, "bench")
     begin()
-    from ..html_report import read_run, require_extra, write_report
+    from ..pages.html_report import read_run, require_extra, write_report
 
     require_extra()
     run, _ = read_run(folder)
     samples: list[dict[str, Any]] = []
     if data or prompt:
-        from ..measuring import measure
-        from ..progress_bar import ProgressBar
+        from ..comparing.in_turn import measure
+        from .progress_bar import ProgressBar
 
         if against is None and run["model"] == IN_MEMORY:
             raise InputError("the dense model of this run was in memory; name one with --against")
@@ -80,7 +80,7 @@ def report(
 
 def _target(folder: Path, out: Path | None) -> Path:
     """Return the page's file, once it is sure that it can be written."""
-    from ..html_report import PAGE_NAME
+    from ..pages.html_report import PAGE_NAME
 
     target = out if out is not None else folder / PAGE_NAME
     if out is not None or folder.is_dir():  # a folder that is not there is told of as what it is

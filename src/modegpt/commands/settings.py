@@ -7,9 +7,9 @@ from typing import Any, get_type_hints
 
 import typer
 
-from ..cli_support import DEVICE, names, number_or_auto
 from ..config import DTYPES, CompressionConfig
 from ..errors import InputError
+from .shared import DEVICE, names, number_or_auto
 
 DEFAULTS = CompressionConfig()
 HELP = {
@@ -91,7 +91,7 @@ def _config(given: dict[str, Any]) -> CompressionConfig:
     """Turn the options' values into the settings."""
     given |= {"temperature": number_or_auto("temperature", given["temperature"]), "modules": names(given["modules"])}
     if (file := given.get("plan")) is not None:
-        from ..plan_file import read_plan
+        from ..ranks.plan_file import read_plan
 
         for field in PLANNED:
             if given.get(field) is not None:

@@ -8,11 +8,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..cli_support import JSON, MODEL, begin, check_json, emit, numbers
 from ..config import CompressionConfig
-from ..plots import labels
+from ..pages.plots import labels
 from .measured import DATA, EVAL_SEQ_LEN, LIMIT, MAX_WINDOWS, TASKS, measures, tell
 from .settings import configured
+from .shared import JSON, MODEL, begin, check_json, emit, numbers
 
 
 @configured("sparsity", "plan")
@@ -39,8 +39,8 @@ def sweep(
     begin()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    from ..progress_bar import ProgressBar
-    from ..sweep import sweep as run_sweep
+    from ..comparing.sweep import sweep as run_sweep
+    from .progress_bar import ProgressBar
 
     asked = measures(data, tasks, limit, eval_seq_len, max_windows, rounds)
     with ProgressBar("reading model and text") as progress:

@@ -18,9 +18,9 @@ from ..blocks import layers_prefix
 from ..checkpoint import assemble, check_output
 from ..decompose.psd import all_finite
 from ..errors import InputError, NumericalError
+from ..formats.packed import quantization
+from ..loading.models import has_tokenizer, open_config, open_model, open_tokenizer, own_dtype, save_tokenizer
 from ..modeling_modegpt import auto_map, decoder_layers
-from ..models import has_tokenizer, open_config, open_model, open_tokenizer, own_dtype, save_tokenizer
-from ..packed import quantization
 from .appearing import appearing, writing
 from .widen import rest, widen_block
 

@@ -1,0 +1,220 @@
+"""What every command shares: one line for an error, one place for JSON, the checks before the work."""
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, current_thread, main_thread
+from typing import Any, NoReturn
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from ..errors import InputError, ModegptError, first_line
+
+MODEL = typer.Argument(..., metavar="MODEL", help="Hub name, local folder or .gguf file.")
+DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
+JSON = typer.Option(None, "--json", metavar="FILE", help="Write the result as JSON; - for standard output.")
+
+PIPED_WIDTH = 200
+"""Columns of a table that goes into a file or a pipe, where nothing says how wide it may be."""
+INTERRUPTED = 130
+"""What shells return for a program that Ctrl-C ended."""
+
+
+class OneLineErrors(TyperGroup):
+    """A command group that answers every failure a user can cause with one line on standard error."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run a command and leave with its exit code: 0 done, 1 failed, 2 wrong call, 130 interrupted."""
+        with _noted_interrupts() as interrupted:
+            try:
+                code = super().main(*args, **{**kwargs, "standalone_mode": False})
+            except Exception as problem:
+                if not interrupted.is_set():
+                    _fail_for(problem)
+                code = INTERRUPTED
+        if code == INTERRUPTED:
+            fail(
+                "interrupted; compress --resume goes on where it stopped, sweep and compare with the same call",
+                INTERRUPTED,
+            )
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[Event]:
+    """While the context is open, Ctrl-C also sets the event that is given.
+
+    Libraries in C may swallow the interrupt that Python raises inside them, and then fail with an error of their own.
+    """
+    noted, before = Event(), signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: Any) -> None:
+        noted.set()
+        signal.default_int_handler(number, frame)
+
+    # Where whoever called ignores it, or heeds it otherwise, it stays so; and only the main thread may change it.
+    own = before is signal.default_int_handler and current_thread() is main_thread()
+    if own:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        if own:
+            signal.signal(signal.SIGINT, before)
+
+
+def _fail_for(problem: Exception) -> NoReturn:
+    """Leave with one line for what a user can cause; raise anything else."""
+    if isinstance(problem, ModegptError):
+        fail(str(problem), problem.exit_code)
+    if isinstance(problem, (OSError, MemoryError)):
+        fail(f"{type(problem).__name__}: {problem}", 1)
+    if _out_of_memory(problem):
+        kept = "a smaller --batch-size needs less; what a run of compress has finished is kept: --resume"
+        fail(f"out of memory: {first_line(problem)}; {kept}", 1)
+    # The parser's own complaints: their base class has moved between typer's versions, the method has not.
+    if not hasattr(problem, "format_message"):
+        raise problem
+    said = problem.format_message().rstrip(".")  # pyright: ignore
+    fail(f"{said or 'no command was given'}; see --help", 2)
+
+
+def _out_of_memory(problem: Exception) -> bool:
+    """Tell whether torch found no memory: on a GPU it raises an error of its own, on the host a plain RuntimeError."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(problem, torch.OutOfMemoryError):
+        return True
+    return isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """Print one line on standard error and leave with `code`."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def numbers(name: str, text: str) -> list[float]:
+    """Read a list of numbers with commas."""
+    try:
+        return [float(number) for number in names(text)]
+    except ValueError:
+        raise InputError(f"{name} '{text}' is no list of numbers; give shares such as 0.1,0.2,0.3") from None
+
+
+def number_or_auto(name: str, text: str) -> float | str:
+    """Read a number, or `auto`."""
+    if text == "auto":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{name} '{text}' is neither a number nor 'auto'") from None
+
+
+def check_positive(name: str, value: int | None) -> None:
+    """Refuse a count below 1."""
+    if value is not None and value < 1:
+        raise InputError(f"{name} {value} is not a positive whole number")
+
+
+def check_json(file: str | None) -> None:
+    """Refuse, before the work, a `--json` target that could not be written after it."""
+    if file is not None and file != "-":
+        check_file("--json", file, "; give a file name, or - for standard output")
+
+
+def check_file(option: str, file: str | Path, hint: str = "; give a file name") -> None:
+    """Refuse, before the work, a file that could not be written after it."""
+    path = Path(file)
+    if path.is_dir():
+        raise InputError(f"{option} '{file}' is a folder{hint}")
+    if path.exists() and not path.is_file():
+        return  # a pipe or a device
+    folder = path.resolve().parent
+    if not folder.is_dir():
+        raise InputError(f"{option} '{file}': the folder '{folder}' does not exist; create it first")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as problem:
+        raise InputError(f"{option} '{file}': nothing can be written to '{folder}' ({problem.strerror})") from problem
+
+
+def check_used(data: Sequence[str], tasks: Sequence[str], limit: int | None, windows: dict[str, int | None]) -> None:
+    """Refuse bounds on what is not measured.
+
+    Args:
+        data: texts.
+        tasks: zero-shot tasks.
+        limit: `--limit`.
+        windows: by option, what is asked of the windows of texts.
+    """
+    if limit is not None and not tasks:
+        raise InputError("--limit is for the samples of --tasks, and none were given; --max-windows is for --data")
+    if not data and any(value is not None for value in windows.values()):
+        hint = "; --limit is for --tasks" if tasks else ""
+        raise InputError(f"{' and '.join(windows)} are for --data, and none was given{hint}")
+
+
+def check_plot(file: Path, endings: tuple[str, ...]) -> None:
+    """Refuse, before the work, a `--plot` target that could not be written after it."""
+    check_file("--plot", file)
+    if file.suffix.lower() not in endings:
+        raise InputError(f"--plot '{file}': give a file name that ends in {', '.join(endings)}")
+
+
+def emit(data: dict[str, Any], file: str | None) -> None:
+    """Write JSON where `--json` says, if it says so."""
+    if file is None:
+        return
+    from ..checkpoint import json_text, write_json
+
+    if file == "-":
+        print(json_text(data))
+    else:
+        write_json(data, file)
+
+
+def console(json_file: str | None) -> Console:
+    """Where a person reads: standard output, unless JSON goes there. What is not a terminal cuts no line short."""
+    made = Console(stderr=json_file == "-", highlight=False)
+    if not made.is_terminal and "COLUMNS" not in os.environ:
+        made.width = PIPED_WIDTH
+    return made
+
+
+def begin() -> None:
+    """Bring in transformers, which then knows the compressed classes and keeps its notes off standard error.
+
+    There this program's one line and its bar stand. A command calls this when its arguments have been checked.
+    """
+    from transformers.utils import logging
+
+    from ..registration import register
+
+    register()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def dtype_name(model: Any) -> str:
+    """Return the dtype of a model as users write it."""
+    return str(model.dtype).removeprefix("torch.")
+
+
+def mixed_dtypes(dtypes: dict[str, str]) -> list[str]:
+    """Return a warning if models that are compared were computed in different dtypes, by label."""
+    if len(set(dtypes.values())) < 2:
+        return []
+    found = ", ".join(f"{label} in {dtype}" for label, dtype in dtypes.items())
+    return [f"computed in different dtypes, which differ by themselves: {found}; --dtype gives all of them one"]

@@ -1,0 +1,1 @@
+"""Several models beside each other: methods at one size, sizes of one model, each row kept as it is measured."""

@@ -1,0 +1,253 @@
+"""Several methods on one model, text and sparsity: each measured alike, row by row.
+
+Layout of the folder: `rows/dense.json`, `rows/flap-0.3.json`, ... (what was measured, each written at once when it is
+done) and at the end `compare.json`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..architectures import Architecture, architecture_of
+from ..baselines import BASELINES, Reduced
+from ..checkpoint import write_json
+from ..compress import compress
+from ..config import ALLOCATIONS, PRESETS, CompressionConfig
+from ..errors import InputError, NumericalError
+from ..loading.models import open_model, resolve_device
+from ..progress import Progress
+from ..report import protocol
+from ..running.lending import lent
+from ..running.preparation import dense_config_of, open_source, open_text, run_fingerprint
+from ..sums.full_float32 import full_float32
+from .in_turn import seen_text
+from .measures import Measures, Quality
+from .rows import Rows, check_call, shown
+from .scored import Ranked, Scored
+
+METHODS = ("best", "paper", *BASELINES)
+"""What is compared where nothing else is asked for."""
+DENSE = "dense"
+
+
+class Wanted(NamedTuple):
+    """A row that is asked for."""
+
+    method: str
+    sparsity: float
+
+    @property
+    def solver(self) -> str:
+        """The method without its rule."""
+        return self.method.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        """What it is called while it is made."""
+        return self.method if self.method == DENSE else f"{self.method}-{self.sparsity:g}"
+
+    @property
+    def file(self) -> str:
+        """The same as a file name, without its ending."""
+        return self.name.replace(":", "-")
+
+
+def compare(
+    model: str | Path,
+    calibration: str | Path,
+    out: str | Path,
+    methods: Sequence[str] = METHODS,
+    sparsities: Sequence[float] = (0.2,),
+    config: CompressionConfig | None = None,
+    measures: Measures | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Make a model smaller by several methods, each on the same calibration windows, and measure all alike.
+
+    `best` and `paper` are this package's solvers, in memory; with `:RULE` behind it, by another rule for the ranks than
+    that of the settings. The others are `BASELINES`. Rows that an earlier, equal call finished are not made again.
+    The dense model and one other are in memory at a time.
+
+    Args:
+        model: hub name, folder or `.gguf` file.
+        calibration: a known data set or a text file.
+        out: folder for everything; it may hold an earlier comparison.
+        methods: names, as in `METHODS`.
+        sparsities: each above 0 and below 1; the dense model is always measured.
+        config: the settings; text, seed and device for all methods, the rest for `best` and `paper`.
+        measures: what to measure.
+        overwrite: make everything anew, whatever the folder holds.
+        progress: called with the row and its stage, the steps done and the steps in all.
+
+    Returns:
+        `model`, `calibration`, `config`, `measures`, `rows`, `warnings` and `protocol`, as in `compare.json`; the keys
+        are in docs/json-output.md.
+
+    Raises:
+        InputError: the call is wrong, a method does not know the model's family, or the folder holds rows of another
+            model, data or setting.
+    """
+    out, config, measures = Path(out), config or CompressionConfig(), measures or Measures(rounds=0)
+    check_call(config, out, "rows", "comparison")
+    _check(methods, sparsities)
+    wanted = [Wanted(DENSE, 0.0), *(Wanted(method, share) for share in sorted(sparsities) for method in methods)]
+    work = _Comparison(str(model), calibration, methods, config, measures, Rows(out / "rows", overwrite), progress)
+    found = {row: work.finished(row) for row in wanted}
+    work.begin([row for row in wanted if found[row] is None])
+    rows = [found[row] or work.measure(row) for row in wanted]
+    told = {key: value for key, value in asdict(measures).items() if key != "rounds"}
+    table = {
+        "model": str(model),
+        "calibration": work.text.about,
+        "config": {key: value for key, value in config.as_dict().items() if key not in ("sparsity", "solver")},
+        "measures": {**told, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
+        "rows": [shown(row) for row in rows],
+        "warnings": [*seen_text(str(calibration), measures.data), *work.notes],
+        **protocol(),
+    }
+    write_json(table, out / "compare.json")
+    return table
+
+
+def _check(methods: Sequence[str], sparsities: Sequence[float]) -> None:
+    """Refuse what can be seen to be wrong without opening anything."""
+    if not methods:
+        raise InputError(f"methods is empty: give some of {', '.join(METHODS)}")
+    for method in methods:
+        name, _, rule = method.partition(":")
+        if name not in METHODS:
+            raise InputError(f"method '{method}' is not known; give some of {', '.join(METHODS)}")
+        rules = [known for known in ALLOCATIONS if known != "plan"]
+        if rule and name not in PRESETS:
+            raise InputError(f"method '{method}': {name} has no other rule for ranks than its own; give '{name}'")
+        if ":" in method and rule not in rules:
+            raise InputError(f"method '{method}': the rule '{rule}' is none of {', '.join(rules)}")
+    for what, given in (("method", list(methods)), ("sparsity", [f"{share:g}" for share in sparsities])):
+        twice = next((name for index, name in enumerate(given) if name in given[:index]), None)
+        if twice is not None:
+            raise InputError(f"{what} {twice} is there twice; give each once")
+    if not sparsities or not all(0 < share < 1 for share in sparsities):
+        raise InputError(f"sparsity '{', '.join(f'{s:g}' for s in sparsities)}': give shares above 0 and below 1")
+
+
+class _Comparison:
+    """What all rows share: the texts, the dense model, and what each method found out about it."""
+
+    def __init__(
+        self,
+        model: str,
+        calibration: str | Path,
+        methods: Sequence[str],
+        config: CompressionConfig,
+        measures: Measures,
+        rows: Rows,
+        progress: Progress | None,
+    ) -> None:
+        """Check everything, then open the texts, then the model."""
+        self.config, self.rows, self.progress = config, rows, progress
+        dense_config, self.notes = dense_config_of(model)
+        self.text = open_text(calibration, config, model, None)
+        _require(methods, architecture_of(dense_config))
+        self.quality = Quality(measures, dense_config, self.text.tokenizer)
+        self.device = resolve_device(config.device)
+        self.dense = open_model(model, "auto", self.device)
+        self.source = open_source(self.dense, self.device)
+        self.made_by: dict[str, tuple[Callable[[float], Reduced], float]] = {}
+        """What makes the models of another method, and the seconds that finding out took."""
+        self.scored = Scored(self.dense, self.text.windows)
+
+    def finished(self, row: Wanted) -> dict[str, Any] | None:
+        """Return a row that an equal call has measured."""
+        return self.rows.finished(row.file, self._fingerprint(row))
+
+    def begin(self, missing: Sequence[Wanted]) -> None:
+        """Refuse a sparsity that our settings cannot reach; only then make room for what is to be measured."""
+        for row in missing:
+            if row.solver in PRESETS:
+                self._ranked(row)
+        self.rows.begin()
+
+    def measure(self, row: Wanted) -> dict[str, Any]:
+        """Make the model of a row, and measure it.
+
+        Raises:
+            NumericalError: it has none, or its loss is NaN or infinite; names the row.
+        """
+        try:
+            with lent(self.dense), full_float32():
+                made = self._make(row)
+            measured = self.quality.measure(made.pop("model"), self._say(row.name))
+        except NumericalError as problem:
+            hint = "" if row.method == DENSE else f"; leave {row.method} out of --methods"
+            raise NumericalError(f"{row.name}: {problem}{hint}") from problem
+        return self.rows.keep(row.file, {"method": row.method, **made, **measured}, self._fingerprint(row))
+
+    def _make(self, row: Wanted) -> dict[str, Any]:
+        """Return the row's model and what there is to say of it; the dense one stays as it is."""
+        report, notes = {"warnings": []}, []
+        start = time.perf_counter()
+        if row.solver == DENSE:
+            model, removed, share, scoring = self.dense, 0, 0.0, None
+        elif row.solver in PRESETS:
+            config, notes, scoring = self._ranked(row)
+            made: Any = compress(self.dense, self.text.windows, config, progress=self._say(row.name))
+            model, report = made.to(self.device), made.modegpt_report
+            removed = report["parameters"]["dense"] - report["parameters"]["compressed"]
+            share = report["sparsity"]["blocks"]
+        else:
+            if row.method not in self.made_by:
+                at = BASELINES[row.method].start(self.dense, self.text.windows, self._say(row.method))
+                self.made_by[row.method] = at, round(time.perf_counter() - start, 3)
+                start = time.perf_counter()
+            at, scoring = self.made_by[row.method]
+            model, removed, share = at(row.sparsity)
+        return {
+            "model": model,
+            "sparsity": {"requested": row.sparsity, "blocks": share},
+            "removed": removed,
+            "seconds": round(time.perf_counter() - start, 3),
+            "scoring_seconds": scoring,
+            "warnings": list(dict.fromkeys([*notes, *report["warnings"]])),
+        }
+
+    def _asked(self, row: Wanted) -> CompressionConfig:
+        rule = row.method.partition(":")[2] or self.config.allocation
+        config = self.config
+        if row.solver == "paper":  # reads the windows as they are, whatever is asked of `best`
+            config = replace(config, coverage=None, rarity=None, feedback=None)
+        return replace(config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
+
+    def _ranked(self, row: Wanted) -> Ranked:
+        """Return the settings of one of our rows; what its rule scores is scored once for all sparsities."""
+        return self.scored.plan(self._asked(row), self._say(row.method))
+
+    def _fingerprint(self, row: Wanted) -> dict[str, Any]:
+        """Return everything that decides a row, by field; the settings of our solvers decide no other method's."""
+        ours = row.solver in PRESETS
+        config = self._asked(row) if ours else self.config
+        identity = run_fingerprint(self.source, self.text, config, self.dense.dtype, self.device)
+        if not ours:
+            identity = {name: value for name, value in identity.items() if not name.startswith("setting ")}
+        if row.method == DENSE:
+            identity.pop("calibration tokens")
+        return {"method": row.method, "sparsity": row.sparsity, **identity, **self.quality.identity()}
+
+    def _say(self, name: str) -> Progress:
+        told = self.progress or (lambda _stage, _done, _total: None)
+        return lambda stage, done, total: told(f"{name} {stage}", done, total)
+
+
+def _require(methods: Sequence[str], architecture: Architecture) -> None:
+    """Raise `InputError` if some methods cannot be tried on a family: one line for all of them."""
+    reasons = {method: BASELINES[method].refuses(architecture) for method in methods if method in BASELINES}
+    refused = {method: reason for method, reason in reasons.items() if reason is not None}
+    if refused:
+        others = ",".join(method for method in methods if method not in refused)
+        raise InputError(
+            f"{', '.join(refused)} cannot be compared on '{architecture.model_type}': "
+            f"{', and '.join(dict.fromkeys(refused.values()))}; give --methods {others or 'best,paper,shortgpt,sleb'}"
+        )

@@ -1,0 +1,1 @@
+"""How files hold a model: inside a multimodal one, in packed numbers, as safetensors."""

@@ -1,0 +1,94 @@
+"""The language model inside a multimodal checkpoint: its config, and the names that its weights have in the files."""
+
+import copy
+import itertools
+import re
+from typing import Any
+
+from ..errors import InputError
+
+MULTIMODAL = (
+    "gemma3",
+    "gemma4",
+    "mistral3",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "internvl",
+    "smolvlm",
+    "idefics3",
+    "qwen3_5",
+    "qwen3_5_moe",
+)
+LANGUAGE_MODELS = (
+    "gemma3_text",
+    "gemma4_text",
+    "llama",
+    "ministral3",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+)
+"""Model types that are opened, and of the language models in them: on text alone a model of the one type gives the very
+logits of the other's causal language model. It would not with Cohere's or Granite's in it, whose scale of the logits
+multimodal models leave out."""
+
+_PREFIXES = [
+    "".join(parts) for parts in itertools.product(("model.", ""), ("language_model.", "text_model."), ("model.", ""))
+]
+KEY_MAPPING = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
+}
+"""Patterns of names in the files, and what stands for them in a language model: for transformers' `from_pretrained`."""
+
+
+def text_part(config: Any) -> Any:
+    """Return the config of a multimodal model's language model, of any other model the config itself.
+
+    What the outer config says of the whole model holds: dtype, quantization, tied embeddings, the tokens that begin and
+    end a text.
+
+    Raises:
+        InputError: the language model is of a type that is not taken out of multimodal models.
+    """
+    if not has_text_part(config):
+        return config
+    if config.text_config.model_type not in LANGUAGE_MODELS:
+        raise InputError(
+            f"the {config.model_type} model holds a language model of type '{config.text_config.model_type}'; of "
+            f"multimodal models those of {', '.join(LANGUAGE_MODELS)} can be taken"
+        )
+    text = copy.deepcopy(config.text_config)
+    text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    for name in ("dtype", "quantization_config", "bos_token_id", "eos_token_id"):
+        if (said := getattr(config, name, None)) is not None:
+            setattr(text, name, said)
+    text._name_or_path = config._name_or_path
+    return text
+
+
+def has_text_part(config: Any) -> bool:
+    """Whether the model is multimodal, of a type whose language model can be opened alone."""
+    return config.model_type in MULTIMODAL
+
+
+def about_text_part(config: Any) -> list[str]:
+    """Return what a user must be told of a model, by its outer config: nothing where it is no multimodal one."""
+    if not has_text_part(config):
+        return []
+    return [f"of the {config.model_type} model only the language model is taken, which reads text alone"]
+
+
+def names_in_files(name: str) -> list[str]:
+    """Return the names that multimodal checkpoints may give to a tensor of their language model."""
+    if not name.startswith("model."):
+        return [f"language_model.{name}"]  # the head
+    return [prefix + name.removeprefix("model.") for prefix in _PREFIXES]
+
+
+def is_text(name: str) -> bool:
+    """Whether a tensor of a multimodal checkpoint is one of its language model, by its name in the files."""
+    return name.startswith("lm_head.") or any(re.match(pattern, name) for pattern in KEY_MAPPING)

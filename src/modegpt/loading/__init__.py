@@ -1,0 +1,1 @@
+"""What a user calls MODEL: opened whole, or block by block from its files."""

@@ -1,0 +1,146 @@
+"""The tensors of a checkpoint folder: in which file each is, under which name, and what its numbers mean."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..architectures import Dimensions, architecture_of
+from ..errors import InputError
+from ..formats.packed import BLOCKS, FLOATS, Packing, unpack, unpack_fours
+from ..formats.safetensors_merge import Entry, read_header
+from ..formats.text_part import names_in_files
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def find_tensors(folder: Path) -> dict[str, Entry]:
+    """Return where each tensor of a checkpoint folder is, empty if it has no safetensors files.
+
+    As in transformers a single file goes before an index, which may be left of a checkpoint that it replaced.
+
+    Raises:
+        InputError: the index names a file that is missing, or it or a file is broken.
+    """
+    index = folder / INDEX
+    if (folder / SINGLE).is_file():
+        names = [SINGLE]
+    elif index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as problem:
+            raise InputError(f"'{index}' is no index of safetensors files: fetch it again") from problem
+    else:
+        names = []
+    found: dict[str, Entry] = {}
+    for file in (folder / name for name in names):
+        if not file.is_file():
+            raise InputError(f"the checkpoint's index names '{file.name}', which is not in '{folder}': fetch it again")
+        try:
+            found |= read_header(file)[0]
+        except ValueError as problem:
+            raise InputError(f"shard {problem}: fetch it again") from problem
+    return found
+
+
+def check_packing(files: dict[str, Entry], packing: Packing | None) -> None:
+    """Raise `InputError` unless it is known what every weight in 8 or 4 bits means."""
+    for name, entry in files.items():
+        bits = 4 if in_blocks(name, files) else 8
+        if packing is None and (bits == 4 or entry.dtype in FLOATS):
+            said = f"the checkpoint has '{name}' in {bits} bits"
+            raise InputError(f"{said}, and its config does not say how it is quantized")
+        if packing is not None:
+            packing.scale_of(name, entry.dtype, files)
+
+
+def stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
+    """Return the name under which a shard holds a tensor: checkpoints of a base model leave out its prefix.
+
+    Those of a multimodal model put another before it.
+    """
+    if name in stored:
+        return name
+    candidates, other = [name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)], name
+    for module, file in architecture_of(model.config).file_names:
+        if module in name:
+            candidates.append(name.replace(module, file, 1))
+        other = other.replace(module, file, 1)
+    candidates.append(other)
+    return next((candidate for candidate in candidates if candidate in stored), None)
+
+
+def stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
+    """Return the names under which shards hold a tensor: one; of fused experts, and of joined parts, all; or none."""
+    for end in ("", BLOCKS[0]):
+        if (found := stored_name(name + end, stored, model)) is not None:
+            return [found]
+    architecture = architecture_of(model.config)
+    for module, files in architecture.joined_files:
+        if module in name:
+            return _all(stored_name(name.replace(module, file, 1), stored, model) for file in files)
+    block, _, key = name.partition(architecture.experts or name)
+    gate, up, down = architecture.expert_files
+    parts = {".gate_up_proj": (gate, up), ".down_proj": (down,)}.get(key, ())
+    numbers = range(Dimensions.of(architecture, model.config).n_experts)
+    return _all(stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts)
+
+
+def is_joined(name: str, model: PreTrainedModel) -> bool:
+    """Whether files may hold a tensor in parts that stand one after another in it."""
+    return any(module in name for module, _files in architecture_of(model.config).joined_files)
+
+
+def _all(names: Iterable[str | None]) -> list[str]:
+    """Return the names, or none where one is missing."""
+    found = list(names)
+    return [] if None in found else [each for each in found if each is not None]
+
+
+def meant_shape(name: str, files: dict[str, Entry]) -> list[int]:
+    """Return the shape of a weight when it is unpacked."""
+    shape = files[name].shape
+    if not in_blocks(name, files) or len(shape) != 4:
+        return shape
+    n_experts, n_rows, n_blocks, n_bytes = shape
+    return [n_experts, 2 * n_bytes * n_blocks, n_rows]
+
+
+def in_blocks(name: str, files: dict[str, Entry]) -> bool:
+    """Whether a stored tensor is a weight in 4 bits, without its scales."""
+    blocks, scales = BLOCKS
+    return name.endswith(blocks) and name.removesuffix(blocks) + scales in files and files[name].dtype == "U8"
+
+
+def read_stored(files: dict[str, Entry], name: str, packing: Packing | None) -> Tensor:
+    """Return a tensor as it is stored, a packed one in float32."""
+    with safe_open(files[name].path, framework="pt") as file:
+        # A copy, so that the pages of the memory-mapped file are given back with it.
+        tensor = file.get_tensor(name).clone()
+    if packing is None or (scale := packing.scale_of(name, files[name].dtype, files)) is None:
+        return tensor
+    with _unpacking(name):
+        return unpack(tensor, read_stored(files, scale, None), packing.block)
+
+
+def read_fours(files: dict[str, Entry], name: str, dtype: torch.dtype) -> Tensor:
+    """Return the weight of all experts whose numbers in 4 bits are stored under a name, in a dtype."""
+    blocks, scales = BLOCKS
+    scale = read_stored(files, name.removesuffix(blocks) + scales, None)
+    with _unpacking(name):
+        return unpack_fours(read_stored(files, name, None), scale, dtype)
+
+
+@contextmanager
+def _unpacking(name: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as problem:
+        raise InputError(f"'{name}' cannot be unpacked: {problem}") from problem

@@ -1,0 +1,171 @@
+"""What a model costs by its shapes: parameters, multiply-accumulates and cache, read off the model by one short pass.
+
+For `n` prompt tokens and one that attends to `c` positions, with a window `w` where a layer has one:
+
+    prefill MACs = n * linear + head + sum over layers of a_l * sum over t = 1..n of min(t, w_l)
+    decode MACs  =     linear + head + sum over layers of a_l * min(c, w_l)
+
+`linear` is the sum of outputs times inputs over the linear layers that a token passes, `head` that of the output
+embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query against
+one position. Norms, biases, activations, softmax, the rotation, convolutions, and the states of linear attention and
+Mamba are not counted.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..cache_name import CACHE
+from ..formats.text_part import has_text_part, is_text
+from ..loading.models import device_of, local_folder, outer_config
+from ..loading.stored_tensors import find_tensors
+
+PROBE_TOKENS = 2
+"""Tokens of the short pass: few enough for any sliding window."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What one layer's attention costs."""
+
+    macs: int
+    """Of one query, over all heads, against one position."""
+    window: int | None
+    """Positions that a query attends to at most; None for all before it."""
+
+    def attended(self, context: int) -> int:
+        """Return the MACs of a token that may attend to `context` positions, itself included."""
+        return self.macs * min(context, self.window or context)
+
+    def attended_by_all(self, n_tokens: int) -> int:
+        """Return the MACs of `n_tokens` tokens, each attending to itself and those before it."""
+        full = min(n_tokens, self.window or n_tokens)
+        return self.macs * (full * (full + 1) // 2 + (n_tokens - full) * full)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The sizes that decide speed and memory."""
+
+    parameters: int
+    """Tied weights once."""
+    parameters_per_token: int
+    """What decoding a token reads: all weights but embedding tables, of which it reads a row; a tied head counts."""
+    weight_bytes: int
+    """Parameters and buffers, as they are in memory."""
+    kv_bytes_per_token: int
+    """Of the key and value tensors in the cache."""
+    linear_macs: int
+    """Of the linear layers for one token, without the head."""
+    head_macs: int
+    """Of the output embedding for one token."""
+    attention: tuple[Attention, ...]
+    """By layer."""
+
+    def sizes(self) -> dict[str, int]:
+        """Return what does not depend on batch and length, for JSON."""
+        keys = ("parameters", "parameters_per_token", "weight_bytes", "kv_bytes_per_token")
+        return {key: getattr(self, key) for key in keys}
+
+    def prefill_macs(self, n_tokens: int) -> int:
+        """Return the MACs of reading one prompt of `n_tokens` tokens."""
+        return n_tokens * self.linear_macs + self.head_macs + sum(a.attended_by_all(n_tokens) for a in self.attention)
+
+    def decode_macs(self, context: int) -> int:
+        """Return the MACs of one new token that attends to `context` positions, itself included."""
+        return self.linear_macs + self.head_macs + sum(a.attended(context) for a in self.attention)
+
+
+@torch.no_grad()
+def costs_of(model: PreTrainedModel) -> Costs:
+    """Run a few tokens through a causal language model and read its sizes off what really happened.
+
+    Layers are counted as often as a token passes them, and of fused experts those that a token is sent to.
+    """
+    head = model.get_output_embeddings()
+    ids = torch.ones(1, PROBE_TOKENS, dtype=torch.long, device=device_of(model))
+    with _count_linear_macs(model, head) as (counted, idle):
+        cache = model(ids, use_cache=True)[CACHE]
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    n_heads = model.config.get_text_config(decoder=True).num_attention_heads
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    read = {id(p): p.numel() for m in model.modules() if m not in tables for p in m.parameters(recurse=False)}
+    return Costs(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters_per_token=sum(read.values()) - sum(idle.values()),
+        weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        kv_bytes_per_token=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // PROBE_TOKENS,
+        linear_macs=sum(counted) // PROBE_TOKENS,
+        head_macs=0 if head is None else head.weight.numel(),  # pyright: ignore[reportAttributeAccessIssue]
+        attention=tuple(
+            Attention(n_heads * (layer.keys.shape[-1] + layer.values.shape[-1]), getattr(layer, "sliding_window", None))
+            for layer in layers
+        ),
+    )
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return the bytes of all that a transformers cache holds: keys and values, and states of fixed size."""
+    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    for layer in cache.layers:
+        for name in ("conv_states", "recurrent_states"):
+            states = getattr(layer, name, None)  # by number, or in older versions of transformers one tensor
+            held += states.values() if isinstance(states, dict) else [states]
+    return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+
+@contextmanager
+def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int], dict[nn.Module, int]]]:
+    """Collect the MACs of every linear layer that runs in the context, but for the head, and what experts leave idle.
+
+    Fused experts hold parameters of three dims, the first of them the experts, and in some families biases of two, and
+    are called with the experts of each token, `(tokens, k)`.
+    """
+    counted: list[int] = []
+    idle: dict[nn.Module, int] = {}
+
+    def count(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        n_tokens = output.numel() // output.shape[-1]
+        counted.append(n_tokens * module.weight.numel())  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def count_experts(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        chosen = next((x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point()), None)
+        if chosen is not None:
+            weights = list(module.parameters(recurse=False))
+            counted.append(chosen.numel() * sum(weight[0].numel() for weight in weights if weight.ndim == 3))
+            idle[module] = (len(weights[0]) - chosen.shape[-1]) * sum(weight[0].numel() for weight in weights)
+
+    fused = [m for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
+    linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+    handles = [module.register_forward_hook(count) for module in linears]
+    handles += [module.register_forward_hook(count_experts) for module in fused]
+    try:
+        yield counted, idle
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def file_bytes(name: str) -> int | None:
+    """Return the bytes of a model's weight files, of a multimodal model those of its language model's tensors.
+
+    None where they are in no format known here.
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        return path.stat().st_size
+    folder = local_folder(name)
+    if folder and has_text_part(outer_config(name)):
+        return sum(entry.size for key, entry in find_tensors(folder).items() if is_text(key)) or None
+    for pattern in ("model*.safetensors", "pytorch_model*.bin"):  # others may hold the same weights once more
+        files = list(folder.glob(pattern)) if folder else []
+        if files:
+            return sum(file.stat().st_size for file in files)
+    return None

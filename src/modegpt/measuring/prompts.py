@@ -1,0 +1,62 @@
+"""Prompts to continue: their tokens, and whether a model can read them."""
+
+from typing import Any
+
+from jinja2 import TemplateError
+
+from ..errors import InputError, first_line
+
+
+def encode(tokenizer: Any, prompt: str, config: Any, new_tokens: int, chat: bool = False) -> Any:
+    """Tokenise a prompt that a model is to continue.
+
+    Args:
+        tokenizer: of the model.
+        prompt: the text.
+        config: of the model.
+        new_tokens: to be added at most.
+        chat: whether the prompt goes into the model's chat template.
+
+    Returns:
+        What a tokenizer gives, `input_ids` of shape `(1, tokens)` among it.
+
+    Raises:
+        InputError: the prompt is empty or has no tokens, the template is missing or fails, a token is outside the
+            vocabulary, or the model has too few positions.
+    """
+    if not prompt:
+        raise InputError("the prompt is empty; give some text to continue")
+    inputs = _in_template(tokenizer, prompt) if chat else _plain(tokenizer, prompt)
+    ids, text_config = inputs["input_ids"], config.get_text_config()
+    if not ids.numel():
+        raise InputError(f"the prompt '{prompt[:80]}' has no tokens by the model's tokenizer; give another text")
+    if int(ids.max()) >= text_config.vocab_size:
+        raise InputError(
+            f"the prompt has the token {int(ids.max())}, and the model has {text_config.vocab_size} of them; give the "
+            "tokenizer that belongs to the model"
+        )
+    n_tokens, limit = ids.shape[1], getattr(text_config, "max_position_embeddings", None)
+    if limit and n_tokens + new_tokens > limit:
+        raise InputError(
+            f"{n_tokens} tokens of prompt and {new_tokens} new ones exceed the model's {limit} positions; "
+            "give a smaller --max-new-tokens or a shorter prompt"
+        )
+    return inputs
+
+
+def _plain(tokenizer: Any, prompt: str) -> Any:
+    return tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+
+
+def _in_template(tokenizer: Any, prompt: str) -> Any:
+    if not tokenizer.chat_template:
+        raise InputError("--chat was given, but the model's tokenizer has no chat template; leave --chat out")
+    messages = [{"role": "user", "content": prompt}]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+    except TemplateError as problem:
+        raise InputError(
+            f"the model's chat template refuses the prompt ({first_line(problem)}); leave --chat out"
+        ) from problem

@@ -1,0 +1,50 @@
+"""A model in memory is lent to a run: how the run needs it, and as it was before."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..evaluate import evaluating
+from ..observing.experts import in_turn
+
+
+@contextmanager
+def lent(model: object) -> Iterator[None]:
+    """Keep a model in memory as a run needs it, and give it back as it was.
+
+    It is in evaluation mode, as dropout would be measured with the rest, its experts run one after another, and its
+    attention on a kernel that is told by a mask what each token sees.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+        return
+    with evaluating(model), in_turn(model), _masked(model), _with_its_blocks(model):
+        yield
+
+
+@contextmanager
+def _masked(model: PreTrainedModel) -> Iterator[None]:
+    """Let attention run on SDPA or eagerly: flash kernels know a window by themselves, flex has masks of its own."""
+    before = model.config._attn_implementation
+    if before is None or before in ("eager", "sdpa"):
+        yield
+        return
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def _with_its_blocks(model: PreTrainedModel) -> Iterator[None]:
+    """Put the blocks back at the end: a generator that is interrupted, and kept by its traceback, does not."""
+    lists = [(module, list(module)) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    try:
+        yield
+    finally:
+        for modules, own in lists:
+            for index, module in enumerate(own):
+                modules[index] = module

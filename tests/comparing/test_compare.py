@@ -1,0 +1,216 @@
+"""The comparison: every method on the same text, rows that are kept, and calls that are refused before the work."""
+
+import inspect
+import json
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, PhiConfig
+from typer.testing import CliRunner, Result
+
+from modegpt import CompressionConfig, InputError, compress, perplexity
+from modegpt.calibration import load_text, tokenize
+from modegpt.checks.tiny import random_model
+from modegpt.cli import app
+from modegpt.commands.compare import compare as command
+from modegpt.comparing.compare import METHODS, compare
+from modegpt.comparing.measures import Measures
+
+SMALL = ["--samples", "8", "--seq-len", "64"]
+CONFIG = CompressionConfig(samples=8, seq_len=64)
+
+
+def modegpt(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def measures(text: Path) -> Measures:
+    return Measures(data=(str(text),), seq_len=64, max_windows=4, rounds=0)
+
+
+@pytest.fixture(scope="module")
+def compared(tiny_llama_dir: Path, small_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """All methods at two sparsities, by the command."""
+    out = tmp_path_factory.mktemp("compared") / "rows of all"
+    call = ("--sparsity", "0.5,0.25", "--methods", ",".join((*METHODS, "best:influence")), *SMALL)
+    own = ("--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 4, "--plot", out.parent / "plot.svg")
+    result = modegpt("compare", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *call, *own)
+    assert result.exit_code == 0, result.output
+    return result, out
+
+
+def test_every_method_has_a_row_at_every_sparsity(compared: tuple[Any, Path]):
+    table = json.loads((compared[1] / "compare.json").read_text())
+    found = [(row["method"], row["sparsity"]["requested"]) for row in table["rows"]]
+    methods = [*METHODS, "best:influence"]
+    assert found == [("dense", 0.0), *((method, share) for share in (0.25, 0.5) for method in methods)]
+    total = {round(row["removed"] / row["sparsity"]["blocks"]) for row in table["rows"][1:]}
+    assert len(total) == 1  # all count the parameters of the same blocks
+    for row in table["rows"][1:]:
+        (entry,) = row["perplexity"]
+        assert entry["perplexity"] != table["rows"][0]["perplexity"][0]["perplexity"]
+        assert entry["tokens"] == 4 * 63
+    assert {"command", "versions", "machine"} <= table.keys()
+    assert table["warnings"] == [
+        f"'{table['measures']['data'][0]}' is the text that the model is calibrated on: its perplexity there says "
+        "little of other text"
+    ]
+    for name in methods:
+        assert compared[0].stdout.count(f"│ {name} ") == 2
+
+
+def test_the_command_compares_all_methods_by_default():
+    assert inspect.signature(command).parameters["methods"].default.default == ",".join(METHODS)
+
+
+def test_the_plot_has_a_line_for_each_method(compared: tuple[Any, Path]):
+    root = ET.fromstring((compared[1].parent / "plot.svg").read_bytes())
+    written = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [name for name in written if name in (*METHODS, "best:influence")] == [*METHODS, "best:influence"]
+    assert "% of the decoder blocks' parameters removed" in written
+
+
+def test_our_row_is_what_compress_gives(
+    compared: tuple[Any, Path], tiny_llama_dir: Path, small_text_file: Path, tiny_tokenizer: Any
+):
+    table = json.loads((compared[1] / "compare.json").read_text())
+    for solver, rule in (("best", "uniform"), ("paper", "uniform"), ("best", "influence")):
+        config = CompressionConfig(samples=8, seq_len=64, sparsity=0.25, solver=solver, allocation=rule)
+        model: Any = compress(str(tiny_llama_dir), str(small_text_file), config)
+        tokens = tokenize(load_text(str(small_text_file), "evaluation"), tiny_tokenizer)
+        method = solver if rule == "uniform" else f"{solver}:{rule}"
+        row = next(r for r in table["rows"] if r["method"] == method and r["sparsity"]["requested"] == 0.25)
+        assert row["sparsity"]["blocks"] == model.modegpt_report["sparsity"]["blocks"]
+        # Both in float32; the row's model was made of the dense model in memory.
+        assert row["perplexity"][0]["perplexity"] == pytest.approx(
+            perplexity(model, tokens, 64, 4).perplexity, rel=1e-5
+        )
+
+
+def test_what_is_asked_of_best_is_not_asked_of_paper(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    call = ["compare", tiny_llama_dir, "--sparsity", 0.25, "--methods", "paper,best", "--calibration", small_text_file]
+    call += ["--samples", 4, "--seq-len", 32, "--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 2]
+    found = {}
+    for name, settings in (("plain", []), ("asked", ["--feedback", "--coverage", 0.5, "--rarity", 0.5])):
+        result = modegpt(*call, *settings, "--out", tmp_path / name, "--json", "-")
+        assert result.exit_code == 0, result.output
+        for row in json.loads(result.stdout)["rows"]:
+            found[name, row["method"]] = row["perplexity"][0]["perplexity"]
+    assert found["plain", "paper"] == found["asked", "paper"]
+    assert found["plain", "best"] != found["asked", "best"]
+
+
+def test_rows_that_are_done_are_kept(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    told: list[str] = []
+    call = (tiny_llama_dir, small_text_file, tmp_path / "out")
+    first = compare(*call, ["flap", "paper"], [0.3], CONFIG, measures(small_text_file))
+    stamps = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "rows").iterdir()}
+    both = ["flap", "paper", "wanda-sp"]
+    again = compare(
+        *call, both, [0.3], CONFIG, measures(small_text_file), progress=lambda stage, _done, _all: told.append(stage)
+    )
+    assert again["rows"][:3] == first["rows"]
+    assert {stage.split()[0] for stage in told} == {"wanda-sp", "wanda-sp-0.3"}
+    assert all(file.stat().st_mtime_ns == stamp for file, stamp in stamps.items())
+    other = CompressionConfig(samples=8, seq_len=64, seed=1)
+    with pytest.raises(InputError, match="calibration tokens"):
+        compare(*call, both, [0.3], other, measures(small_text_file))
+    anew = compare(*call, ["flap"], [0.3], other, measures(small_text_file), overwrite=True)
+    assert {file.name for file in (tmp_path / "out" / "rows").iterdir()} == {"dense.json", "flap-0.3.json"}
+    assert anew["rows"][1]["perplexity"][0]["perplexity"] != first["rows"][1]["perplexity"][0]["perplexity"]
+
+
+def test_a_setting_of_our_solvers_keeps_the_rows_of_others(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    call = (tiny_llama_dir, small_text_file, tmp_path / "out", ["flap", "paper"], [0.3])
+    compare(*call, CONFIG, measures(small_text_file))
+    with pytest.raises(InputError, match=r"paper-0\.3\.json.*setting ridge"):
+        compare(*call, CompressionConfig(samples=8, seq_len=64, ridge=2.0), measures(small_text_file))
+
+
+def test_what_cannot_be_is_told_before_a_row_is_made(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    """A row of another call, and a sparsity that our settings cannot reach, though other rows would come first."""
+    call = (tiny_llama_dir, small_text_file, tmp_path / "out")
+    compare(*call, ["paper"], [0.3], CONFIG, measures(small_text_file))
+    other = CompressionConfig(samples=8, seq_len=64, ridge=2.0)
+    with pytest.raises(InputError, match="setting ridge"):
+        compare(*call, ["flap", "paper"], [0.3], other, measures(small_text_file))
+    limited = CompressionConfig(samples=8, seq_len=64, max_sparsity=0.5)
+    with pytest.raises(InputError, match=r"0\.9 cannot be reached"):
+        compare(*call, ["flap", "best:influence"], [0.3, 0.9], limited, measures(small_text_file))
+    assert {file.name for file in (tmp_path / "out" / "rows").iterdir()} == {"dense.json", "paper-0.3.json"}
+
+
+@pytest.mark.parametrize("method", ["flap", "wanda-sp", "svd-llm", "slicegpt"])
+def test_a_method_says_how_much_it_can_remove(method: str, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    call = (tiny_llama_dir, small_text_file, tmp_path / "out", [method])
+    with pytest.raises(InputError, match=r"% was asked for; give a smaller --sparsity") as raised:
+        compare(*call, [0.999], CONFIG, measures(small_text_file))
+    told = re.match(rf"{method} can remove (\d+\.\d)% of the blocks of this model, and 99\.9% was", str(raised.value))
+    assert told is not None
+    most = float(told[1]) / 100
+    (row,) = compare(*call, [most - 0.005], CONFIG, measures(small_text_file))["rows"][1:]
+    assert most - 0.005 <= row["sparsity"]["blocks"] <= most + 0.0005
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--methods", "gptq"], "method 'gptq' is not known; give some of best, paper, shortgpt"),
+        (["--methods", "flap:error"], "flap has no other rule for ranks"),
+        (["--methods", "best:plan"], "the rule 'plan' is none of uniform"),
+        (["--methods", "best:"], "the rule '' is none of"),
+        (["--methods", ","], "methods is empty"),
+        (["--methods", "flap,flap"], "method flap is there twice"),
+        (["--sparsity", "0.2,0.20"], "sparsity 0.2 is there twice"),
+        (["--sparsity", "0"], "give shares above 0 and below 1"),
+        (["--sparsity", "half"], "no list of numbers"),
+        (["--plot", "plot.png"], "give a file name that ends in .svg"),
+        (["--plot", "{folder}"], "is a folder"),
+        (["--plot", "plot.svg", "--tasks", "arc_easy"], "add --data"),
+        (["--limit", "3"], "--limit is for the samples of --tasks"),
+        (["--tasks", "arc_easy", "--eval-seq-len", "64"], "--eval-seq-len and --max-windows are for --data"),
+        (["--out", "{file}"], "is a file; give a folder name"),
+        (["--out", "{folder}"], "holds something that is no comparison"),
+    ],
+)
+def test_a_wrong_call_is_told_before_the_model_is_opened(options: list[str], word: str, tmp_path: Path):
+    (tmp_path / "file").touch()
+    own = [option.format(file=tmp_path / "file", folder=tmp_path) for option in options]
+    where = [] if "--out" in own else ["--out", tmp_path / "out"]
+    result = modegpt("compare", tmp_path / "no model", "--calibration", "python-docs", *where, *own)
+    assert result.exit_code == 2
+    assert word in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_method_that_does_not_know_the_family_is_told_first(
+    tiny_tokenizer: Any, small_text_file: Path, tmp_path: Path
+):
+    """The blocks of Phi add attention and MLP at once."""
+    config = PhiConfig(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
+    random_model(config).save_pretrained(tmp_path / "phi")
+    tiny_tokenizer.save_pretrained(tmp_path / "phi")
+    call = ("compare", tmp_path / "phi", "--out", tmp_path / "out", "--calibration", small_text_file, *SMALL)
+    own = ("--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 2)
+    result = modegpt(*call, "--methods", "best,slicegpt", *own)
+    assert result.exit_code == 2
+    assert "slicegpt cannot be compared on 'phi': its blocks do not add attention and then MLP" in result.stderr
+    assert "give --methods best\n" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert modegpt(*call, "--methods", "shortgpt,sleb,flap,wanda-sp,svd-llm", *own).exit_code == 0
+
+
+def test_the_dense_model_on_disk_is_not_touched(compared: tuple[Any, Path], tiny_llama_dir: Path):
+    assert {file.name for file in compared[1].iterdir()} == {"compare.json", "rows"}
+    assert AutoModelForCausalLM.from_pretrained(tiny_llama_dir).config.model_type == "llama"

@@ -1,0 +1,299 @@
+"""The HTML page: it stands alone, it is well-formed, and it says what the JSON files say."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from modegpt.cli import app
+from modegpt.pages import plots
+from modegpt.pages.html_report import Names, write_report
+from modegpt.pages.sections import change
+
+SMALL = ["--samples", "8", "--seq-len", "64"]
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NO_FIGURES = {"quality", "samples"}
+"""Sections that a run alone has nothing for."""
+
+
+def modegpt(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every tag is closed in order, and everything it would load is noted."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.references: list[str] = re.findall(r"url\(([^)]*)\)", text) + re.findall(r"@import\s*(\S+)", text)
+        self.tables: dict[str, list[list[str]]] = {}
+        self.headings: list[str] = []
+        self.text = ""
+        self.labels: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+        if own.get("id"):
+            self.ids.append(str(own["id"]))
+        if own.get("role") == "img":
+            self.labels.append(str(own.get("aria-label")))
+        self.references += [
+            str(value)
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster") and value is not None
+        ]
+        assert tag not in ("script", "iframe", "object", "embed")
+        if tag == "h3":
+            self._title = ""
+        if tag == "table":
+            self.tables[self._title] = []
+        if tag == "tr":
+            self.tables[self._title].append([])
+        if tag in ("th", "td"):
+            self.tables[self._title][-1].append("")
+        if tag == "h2":
+            self.headings.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        inside = self.open[-1] if self.open else ""
+        if inside == "h3":
+            self._title += data
+        elif inside in ("th", "td"):
+            self.tables[self._title][-1][-1] += data
+        elif inside == "h2":
+            self.headings[-1] += data
+
+
+@pytest.fixture(scope="module")
+def run(tiny_llama_dir: Path, small_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with its page, both written by `compress --report`."""
+    out = tmp_path_factory.mktemp("reported") / "small"
+    options = ("--sparsity", 0.3, "--allocation", "influence-blocks", "--calibration", small_text_file, *SMALL)
+    result = modegpt("compress", tiny_llama_dir, "--out", out, *options, "--report")
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Page:
+    return Page((run / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_loads_nothing(page: Page):
+    outside = [reference for reference in page.references if not reference.startswith("#") and reference != "data:,"]
+    assert outside == []
+    assert len(page.references) > 10  # the plots' own clip paths and markers: the list is not empty for want of looking
+    assert len(page.ids) == len(set(page.ids))
+    assert {reference[1:] for reference in page.references if reference.startswith("#")} <= set(page.ids)
+
+
+def test_the_page_tells_every_layer_as_the_report_does(run: Path, page: Page):
+    report = json.loads((run / "report.json").read_text())
+    info = json.loads(modegpt("info", run, "--json", "-").stdout)
+    head, *rows = page.tables["Every layer"]
+    assert head[2:5] == ["MLP", "query-key", "value-output"]
+    assert len(rows) == len(report["layers"]) == 2
+    for index, (row, layer, own) in enumerate(zip(rows, report["layers"], info["layers"], strict=True)):
+        ranks, errors = layer["ranks"], layer["error"]
+        assert row == [
+            str(index),
+            f"{own['sparsity']:.2%}",
+            f"{ranks['mlp']} of 96",
+            f"{ranks['qk']} of 16",
+            f"{ranks['vo']} of 16",
+            *(f"{errors[module]:.4f}" for module in ("mlp", "qk", "vo")),
+            f"{own['parameters']:,}",
+        ]
+    settings = dict(row for row in page.tables["Settings of the run"][1:])
+    assert settings["samples"] == "8"
+    assert settings["allocation"] == "influence-blocks"
+    assert settings["modules"] == "mlp, qk, vo"
+    memory = {row[0]: row[1:] for row in page.tables["Memory"][1:]}
+    assert memory["parameters"][:2] == [f"{report['parameters'][name]:,}" for name in ("dense", "compressed")]
+    for stage in ("decomposing", "importance scores"):
+        assert stage in page.text
+    assert f"{report['sparsity']['total']:.2%} of all parameters" in page.text
+    assert report["command"] in page.text
+    assert dict(page.tables["Versions"][1:])["torch"] == report["versions"]["torch"]
+
+
+def test_a_section_is_there_only_with_its_figures(run: Path, page: Page):
+    assert "What was done" in page.headings
+    assert not {"Perplexity and accuracy", "What the models write"} & set(page.headings)
+    sections = write_report(run, run.parent / "again.html")["sections"]
+    assert not NO_FIGURES & set(sections)
+    assert (run.parent / "again.html").read_bytes() == (run / "report.html").read_bytes()
+    # The plots of removed shares, of ranks, of scores, of errors and of seconds each say what they show.
+    assert len(page.labels) == 5
+    assert all(len(label) > 40 for label in page.labels)
+
+
+def test_the_command_measures_both_models(run: Path, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    out = tmp_path / "page.html"
+    prompt = "if a <b> & c: </article><script>"
+    measured = ("--data", small_text_file, "--seq-len", 64, "--max-windows", 5, "--prompt", prompt)
+    result = modegpt("report", run, "--out", out, *measured, "--max-new-tokens", 6, "--json", "-")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert Path(found["file"]) == out
+    assert set(found["sections"]) >= NO_FIGURES
+    page = Page(out.read_text(encoding="utf-8"))
+    (entry,) = found["perplexity"]
+    for name, model in (("dense", tiny_llama_dir), ("compressed", run)):
+        call = ("--data", small_text_file, "--seq-len", 64, "--max-windows", 5, "--json", "-")
+        expected = json.loads(modegpt("eval", model, *call).stdout)["results"][0]
+        # The same tokens through the same code.
+        assert entry["models"][name] == pytest.approx(expected["perplexity"], rel=1e-6)
+        assert entry["tokens"] == expected["tokens"] == 5 * 63
+    shown = page.tables["Perplexity"]
+    assert shown[0][-2:] == ["dense", "compressed"]
+    assert shown[1][-2:] == [f"{entry['models'][name]:.4f}" for name in ("dense", "compressed")]
+    assert prompt in page.text
+    for sample in found["samples"]:
+        call = ("generate", tiny_llama_dir if sample["model"] == "dense" else run, "--prompt", prompt)
+        expected = json.loads(modegpt(*call, "--max-new-tokens", 6, "--json", "-").stdout)["results"][0]
+        assert sample["text"] == expected["text"]
+    assert [sample["model"] for sample in found["samples"]] == ["dense", "compressed"]
+
+
+def test_the_page_takes_what_eval_and_bench_wrote(
+    run: Path, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    pytest.importorskip("lm_eval")
+    lines = [{"query": f"The value of {n} is", "choices": ["a list", "None"], "gold": n % 2} for n in range(7)]
+    (tmp_path / "values.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluated, timed = tmp_path / "eval.json", tmp_path / "bench.json"
+    wanted = ("--data", small_text_file, "--seq-len", 64, "--tasks", tmp_path / "values.jsonl", "--json", evaluated)
+    assert modegpt("eval", run, tiny_llama_dir, *wanted).exit_code == 0
+    grid = ("--batch-sizes", "1,2", "--lengths", 8, "--new-tokens", 2, "--repeats", 2, "--json", timed)
+    assert modegpt("bench", run, "--against", tiny_llama_dir, *grid).exit_code == 0
+    out = tmp_path / "page.html"
+    result = modegpt("report", run, "--out", out, "--eval", evaluated, "--bench", timed)
+    assert result.exit_code == 0, result.output
+    page = Page(out.read_text(encoding="utf-8"))
+    compressed, dense = json.loads(evaluated.read_text())["models"]
+    expected = [own["results"][0]["perplexity"] for own in (dense, compressed)]
+    assert page.tables["Perplexity"][0][-2:] == ["dense", "compressed"]
+    assert page.tables["Perplexity"][1][-2:] == [f"{value:.4f}" for value in expected]
+    accuracy = [own["tasks"][0] for own in (dense, compressed)]
+    shown = {tuple(row[:2]): row[2:] for row in page.tables["Accuracy, %"]}
+    assert shown["task", "metric"] == ["samples", "dense", "compressed"]
+    for metric in ("acc", "acc_norm"):
+        told = [f"{100 * own[metric]:.2f} ± {100 * own[f'{metric}_stderr']:.2f}" for own in accuracy]
+        assert shown["values", metric] == ["7", *told]
+    assert shown["mean", "acc"][1:] == [f"{100 * o['acc']:.2f} ± {100 * o['acc_stderr']:.2f}" for o in accuracy]
+    first, second = json.loads(timed.read_text())["results"]
+    rows = page.tables["Speed"][1:]
+    assert [row[:2] for row in rows] == [[f"{n} x 8", name] for n in (1, 2) for name in ("compressed", "dense")]
+    assert rows[3][3] == f"{second['models']['against']['decode_tokens_per_second']:,.1f}"
+    ratio = first["speedups"]["against"]["decode"]["median"]
+    assert f"1 x 8: prefill {first['speedups']['against']['prefill']['median']:.2f}, decode {ratio:.2f}" in str(
+        page.labels
+    )
+    assert f"{ratio:.2f} x" in page.text
+
+
+def refused(result: Result, *words: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    for word in words:
+        assert word in line
+
+
+def test_wrong_calls_are_refused(run: Path, tiny_llama_dir: Path, tmp_path: Path):
+    refused(modegpt("report", tiny_llama_dir), "not a compressed checkpoint")
+    refused(modegpt("report", run, "--against", tiny_llama_dir), "--data", "--prompt")
+    refused(modegpt("report", run, "--out", tmp_path), "is a folder")
+    refused(modegpt("report", run, "--out", tmp_path / "no" / "page.html"), "does not exist")
+    refused(modegpt("report", run, "--eval", tmp_path / "no.json"), "no.json")
+    refused(modegpt("report", run, "--bench", run / "report.json"), "report.json", "modegpt bench --json")
+    refused(modegpt("report", run, "--eval", run / "report.json"), "report.json", "modegpt eval --json")
+    refused(modegpt("report", run, "--prompt", ""), "empty")
+    refused(modegpt("report", run, "--prompt", "a", "--max-new-tokens", 512), "512 positions")
+    refused(modegpt("report", run, "--seq-len", 64), "--seq-len and --max-windows are for --data")
+    refused(modegpt("report", run, "--data", "python-docs", "--seq-len", 513), "513", "512")
+    folder = tmp_path / "bare"
+    shutil.copytree(run, folder)
+    report = json.loads((folder / "report.json").read_text())
+    (folder / "report.json").write_text(json.dumps(report | {"model": str(tmp_path / "gone")}))
+    refused(modegpt("report", folder, "--prompt", "a"), "gone", "--against")
+    (folder / "report.json").unlink()
+    refused(modegpt("report", folder), "report.json", "modegpt compress")
+    (folder / "report.json").write_text("{}")
+    refused(modegpt("report", folder), "not the report of this checkpoint")
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_told_before_the_work(
+    package: str, tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    call = ("compress", tiny_llama_dir, "--out", tmp_path / "out", "--calibration", "python-docs", *SMALL)
+    refused(modegpt(*call, "--report"), package, "modegpt[report]")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_differ_without_their_colour():
+    svg = plots.lines({"a": ([0, 1], [1.0, 2.0]), "b": ([0, 1], [2.0, None])}, "x", "y")
+    root = ET.fromstring(svg)
+    dashed = [node.get("style", "") for node in root.iter("{http://www.w3.org/2000/svg}path")]
+    assert any("stroke-dasharray" in style for style in dashed if plots.COLOURS[1].lower() in style.lower())
+    assert not any("stroke-dasharray" in style for style in dashed if plots.COLOURS[0].lower() in style.lower())
+    hatched = plots.bars(["one"], {"a": [1.0], "b": [2.0]}, "x")
+    assert "pattern" in hatched
+    assert "<pattern" not in plots.bars(["one"], {"a": [1.0]}, "x")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no browser here")
+def test_a_browser_opens_the_page_without_a_complaint(run: Path, tmp_path: Path):
+    def complaints(file: Path) -> list[str]:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+        call = [str(BROWSER), *options, f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=120)
+        assert "<h1>" in done.stdout, done.stderr
+        return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    broken = tmp_path / "broken.html"
+    broken.write_text("<h1>broken</h1><script>missing()</script>")
+    assert complaints(broken)  # so a complaint would be seen
+    assert complaints(run / "report.html") == []
+
+
+def test_of_nothing_there_is_no_change():
+    """A hybrid model without attention layers has no key-value cache."""
+    assert (change(0, 0), change(8, 6)) == ("", "-25.0 %")
+
+
+def test_models_of_one_name_are_told_apart():
+    names = Names({"dense": "dense"})
+    assert [names(model) for model in ("dense", "a/30", "b/30", "a/30")] == ["dense", "30", "b/30", "30"]
+
+
+def test_more_series_than_looks_begin_anew():
+    series = {str(number): ([0, 1], [number, number]) for number in range(9)}
+    assert plots.lines(series, "x", "y").count("<svg") == 1
