@@ -55,6 +55,7 @@ from transformers import (
     IQuestCoderConfig,
     Jais2Config,
     KimiLinearConfig,
+    Kolibri1Config,
     LagunaConfig,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -552,6 +553,15 @@ FAMILIES = [
         lambda: ExaoneMoeConfig(**SIZES, **GROUPED, **MIXED_WINDOWS, **EXPERTS, head_dim=16),
         whole=("qk",),
         whole_mlps=1,
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
+    Family(
+        "kolibri1",
+        lambda: Kolibri1Config(
+            **NO_WIDTH, **GROUPED, **MIXED_WINDOWS, **EXPERTS, head_dim=16, shared_expert_intermediate_size=24
+        ),
+        whole=("qk",),
         exact=ROUTED,
         stepwise=ROUTED,
     ),

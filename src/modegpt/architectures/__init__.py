@@ -14,7 +14,7 @@ from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .dimensions import Dimensions
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
-from .exaone4 import EXAONE4, EXAONE_MOE
+from .exaone4 import EXAONE4, EXAONE_MOE, KOLIBRI1
 from .falcon import FALCON
 from .falcon_h1 import FALCON_H1
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
@@ -114,6 +114,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         APERTUS,
         EXAONE4,
         EXAONE_MOE,
+        KOLIBRI1,
         SEED_OSS,
         HUNYUAN_V1_DENSE,
         HY_V3,

@@ -1,4 +1,4 @@
-"""LG's EXAONE 4, and K-EXAONE."""
+"""LG's EXAONE 4 and K-EXAONE, and Kolibri 1, whose attention is theirs."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +8,7 @@ from .spec import Architecture
 
 @dataclass(frozen=True)
 class Exaone4Architecture(Architecture):
-    """EXAONE 4 and K-EXAONE, whose layers without a window have no rotary embedding, if some have a window."""
+    """Models whose layers without a window have no rotary embedding, if some have a window."""
 
     def resolve(self, config: Any) -> Architecture:
         """Read whether some have one."""
@@ -42,4 +42,25 @@ EXAONE_MOE = Exaone4Architecture(
     float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
     notes="K-EXAONE 236B-A23B; no rotary embedding in layers without a sliding window; query-key, the MLPs of the "
     "first layers and the shared experts stay whole",
+)
+
+KOLIBRI1 = Exaone4Architecture(
+    model_type="kolibri1",
+    name="Kolibri1",
+    experts="mlp.experts",
+    shared_down="mlp.shared_experts.down_proj",
+    width="moe_intermediate_size",
+    # A norm stands behind the sum of what the experts and the MLP beside them put out.
+    adds_mlp=False,
+    query_norm="q_norm",
+    key_norm="k_norm",
+    buffers=("mlp.gate.e_score_correction_bias",),
+    file_names=(
+        (".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
+        (".post_self_attn_layernorm.", ".post_attn_norm."),
+        (".post_mlp_layernorm.", ".post_ffn_norm."),
+    ),
+    float32=("mlp.gate.e_score_correction_bias",),
+    notes="Kolibri 1; no rotary embedding in layers without a sliding window, norms before and after each module; "
+    "query-key and the shared expert stay whole",
 )
