@@ -497,23 +497,23 @@ def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int
 
 def shrink_mlp(block: nn.Module, architecture: dict[str, Any], width: int) -> None:
     """Narrow the MLP alone, in place; arguments as for `shrink_block`."""
-    rows: Counter[Any] = Counter()
-    for name in architecture["up"]:
-        rows[block.get_submodule(name)] += width
-    for module, size in rows.items():
-        resize(module, rows=size)
-    if architecture["down"]:
-        resize(block.get_submodule(architecture["down"]), columns=width)
-    experts = architecture.get("experts")
-    if experts and (mixture := dict(block.named_modules()).get(experts)) is not None:
+    inside = {name: module for name, module in block.named_modules() if name}
+    if architecture["down"] in inside:  # else it has experts, or no MLP at all
+        rows: Counter[Any] = Counter()
+        for name in architecture["up"]:
+            rows[inside[name]] += width
+        for module, size in rows.items():
+            resize(module, rows=size)
+        resize(inside[architecture["down"]], columns=width)
+    if (mixture := inside.get(architecture.get("experts"))) is not None:
         shrink_experts(mixture, width)
 
 
 def shrink_experts(experts: Any, width: int) -> None:
     """Narrow every expert of a mixture, fused as `(experts, 2·width, d_model)` and `(experts, d_model, width)`.
 
-    Or, in some families, with the last two swapped, with a gate and its up side by side, and with biases: transformers
-    notes these on the module.
+    Or, in some families, with the last two swapped, with a gate and its up side by side, with biases, or without a
+    gate: transformers notes these on the module.
     """
     by_input, in_turn = getattr(experts, "is_transposed", False), not getattr(experts, "is_concatenated", True)
     if experts.down_proj.shape[1 if by_input else 2] == width:
@@ -528,7 +528,8 @@ def shrink_experts(experts: Any, width: int) -> None:
             kept = old.narrow(dim, 0, width)
         setattr(experts, name, nn.Parameter(kept.detach().clone(), requires_grad=old.requires_grad))
 
-    narrow("gate_up_proj", 2 if by_input else 1, both=True)
+    gated = getattr(experts, "has_gate", True)
+    narrow("gate_up_proj" if gated else "up_proj", 2 if by_input else 1, both=gated)
     narrow("down_proj", 1 if by_input else 2, both=False)
     if getattr(experts, "gate_up_proj_bias", None) is not None:
         narrow("gate_up_proj_bias", 1, both=True)

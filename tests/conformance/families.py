@@ -1,5 +1,6 @@
 """The families of the conformance suite: one entry each, a tiny random model that has all of the family's traps."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,7 @@ from transformers import (
     MixtralConfig,
     NanoChatConfig,
     NemotronConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoConfig,
@@ -215,6 +217,19 @@ GRANITE_4: dict[str, Any] = {
     "num_local_experts": 0,
     "mamba_n_heads": 4,
 }
+NEMOTRON_H: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "num_hidden_layers"},
+    **GROUPED,
+    **ROUTED_EXPERTS,
+    "head_dim": 16,
+    "mlp_bias": True,
+    "moe_shared_expert_intermediate_size": 24,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 8,
+}
 GRANITE_SWASH: dict[str, Any] = {
     **SIZES,
     **GROUPED,
@@ -243,12 +258,17 @@ class Family:
     static: bool = True
     """Whether the stock model takes a static cache."""
 
-    whole_mlps: int = 0
-    """First layers whose MLP is not one of experts, and stays whole."""
+    whole_mlps: tuple[int, ...] = ()
+    """Layers whose MLP is not one of experts, and stays whole, or that have none."""
 
     def whole_in(self, layer: int) -> set[str]:
         """Return the modules that one layer keeps at their full rank."""
-        return {*self.whole, *(["mlp"] if layer < self.whole_mlps else [])}
+        return {*self.whole, *(["mlp"] if layer in self.whole_mlps else [])}
+
+    @property
+    def first_cut(self) -> int:
+        """The first layer whose MLP has a rank."""
+        return next(layer for layer in range(self.dims.n_layers) if layer not in self.whole_mlps)
 
     @property
     def n_attentions(self) -> int:
@@ -279,7 +299,7 @@ class Family:
                 "qk": -(-round(qk * dims.d_head) // step) * step,
                 "vo": round(vo * dims.d_head),
             }
-            for mlp, qk, vo in shares
+            for mlp, qk, vo in itertools.islice(itertools.cycle(shares), dims.n_layers)
         ]
         return [
             {**rank, **{module: full[module] for module in self.whole_in(layer)}}
@@ -459,7 +479,7 @@ FAMILIES = [
         lambda: Glm4MoeConfig(
             **SIZES, **GROUPED, **GROUPED_EXPERTS, head_dim=16, rope_parameters=HALF_ROTARY, attention_bias=True
         ),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -479,7 +499,7 @@ FAMILIES = [
         "glm4_moe-norm",
         lambda: Glm4MoeConfig(**SIZES, **GROUPED, **GROUPED_EXPERTS, head_dim=16, use_qk_norm=True),
         whole=("qk",),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -495,7 +515,7 @@ FAMILIES = [
             use_bias=True,
         ),
         same_bits=False,
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -503,7 +523,7 @@ FAMILIES = [
         "deepseek_v2",
         lambda: DeepseekV2Config(**SIZES, **LATENT, topk_method="group_limited_greedy"),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -511,7 +531,7 @@ FAMILIES = [
         "deepseek_v3",
         lambda: DeepseekV3Config(**SIZES, **LATENT),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -520,7 +540,7 @@ FAMILIES = [
         "kimi_linear",
         lambda: KimiLinearConfig(**LINEAR_LATENT, linear_num_heads=4, linear_head_dim=8),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=STATES,
     ),
@@ -528,7 +548,7 @@ FAMILIES = [
         "bailing_hybrid",
         lambda: BailingHybridConfig(**LINEAR_LATENT, head_dim=8),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=STATES,
     ),
@@ -536,7 +556,7 @@ FAMILIES = [
         "glm4_moe_lite",
         lambda: Glm4MoeLiteConfig(**SIZES, **LATENT),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -544,7 +564,7 @@ FAMILIES = [
         "dots1",
         lambda: Dots1Config(**SIZES, **GROUPED, **GROUPED_EXPERTS, n_shared_experts=2, max_window_layers=3),
         whole=("qk",),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -552,7 +572,7 @@ FAMILIES = [
         "exaone_moe",
         lambda: ExaoneMoeConfig(**SIZES, **GROUPED, **MIXED_WINDOWS, **EXPERTS, head_dim=16),
         whole=("qk",),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -569,7 +589,7 @@ FAMILIES = [
         "hy_v3",
         lambda: HYV3Config(**SIZES, **GROUPED, **EXPERTS, head_dim=16, attention_bias=True),
         whole=("qk",),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -584,7 +604,7 @@ FAMILIES = [
             mlp_layer_types=["dense", "sparse", "sparse"],
         ),
         whole=("qk",),
-        whole_mlps=1,
+        whole_mlps=(0,),
     ),
     Family(
         "phimoe",
@@ -651,14 +671,14 @@ FAMILIES = [
             mlp_layer_types=["dense", "sparse", "sparse"],
         ),
         same_bits=False,
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=1e-4,
     ),
     Family(
         "afmoe",
         lambda: AfmoeConfig(**SIZES, **GROUPED, **MIXED_WINDOWS, **EXPERTS, head_dim=16, mup_enabled=True),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -676,7 +696,7 @@ FAMILIES = [
             moe_routed_scaling_factor=2.0,
         ),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -692,7 +712,7 @@ FAMILIES = [
             rope_parameters={"full_attention": HALF_ROTARY, "sliding_attention": HALF_ROTARY},
         ),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
         exact=ROUTED,
         stepwise=ROUTED,
     ),
@@ -723,7 +743,7 @@ FAMILIES = [
             layer_types=["conv", "full_attention", "conv"],
         ),
         whole=("qk", "vo"),
-        whole_mlps=1,
+        whole_mlps=(0,),
     ),
     # Layers of all three kinds, and rotary tables of two.
     Family(
@@ -799,6 +819,24 @@ FAMILIES = [
         lambda: NemotronConfig(
             **SIZES, **GROUPED, head_dim=16, attention_bias=True, mlp_bias=True, rope_parameters=HALF_ROTARY
         ),
+    ),
+    # A block has one module: of the second model one has an MLP that is no mixture.
+    Family(
+        "nemotron_h",
+        lambda: NemotronHConfig(**NEMOTRON_H, layers_block_type=["mlp", "linear_attention", "mlp", "full_attention"]),
+        whole=("qk", "vo"),
+        whole_mlps=(1, 3),
+        stepwise=STATES,
+    ),
+    Family(
+        "nemotron_h-experts",
+        lambda: NemotronHConfig(
+            **NEMOTRON_H, layers_block_type=["moe", "linear_attention", "moe", "full_attention", "mlp"]
+        ),
+        whole=("qk", "vo"),
+        whole_mlps=(1, 3, 4),
+        exact=ROUTED,
+        stepwise=STATES,
     ),
     Family("arcee", lambda: ArceeConfig(**SIZES, **GROUPED, attention_bias=True, mlp_bias=True)),
     Family(

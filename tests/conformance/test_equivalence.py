@@ -96,9 +96,11 @@ def test_shapes_and_parameter_counts_follow_the_ranks(pair: Pair):
             assert tuple(getattr(weights, role).weight.shape) == (shape if not architecture.whole_attention else (0, 0))
         if weights.down is not None:
             assert tuple(weights.down.weight.shape) == (dims.d_model, rank["mlp"])
-        assert [tuple(up.weight.shape) for up in weights.ups] == [(rank["mlp"], dims.d_model)] * len(architecture.up)
+        n_ups = len(architecture.up) if architecture.has_mlp(block) else 0
+        assert [tuple(up.weight.shape) for up in weights.ups] == [(rank["mlp"], dims.d_model)] * n_ups
         for expert in weights.experts:
-            assert [tuple(up.weight.shape) for up in expert.ups] == [(rank["mlp"], dims.d_model)] * 2
+            n_ups = 1 + architecture.gated_experts
+            assert [tuple(up.weight.shape) for up in expert.ups] == [(rank["mlp"], dims.d_model)] * n_ups
             assert tuple(expert.down.weight.shape) == (dims.d_model, rank["mlp"])
         for module in architecture.linears(block):
             sizes = (module.nf, module.nx) if isinstance(module, Conv1D) else (module.out_features, module.in_features)

@@ -72,7 +72,7 @@ def test_one_width_fits_without_zeros(pair: Pair, tmp_path: Path):
     padded = stock.num_parameters() - compressed.num_parameters()
     if architecture.shared_experts and getattr(pair.dense.config, architecture.shared_experts):
         # An MLP beside experts is so many experts wide: less than one more in each layer that has them.
-        layers = pair.family.dims.n_layers - pair.family.whole_mlps
+        layers = pair.family.dims.n_layers - len(pair.family.whole_mlps)
         assert 0 <= padded < layers * 3 * pair.family.dims.d_model * WIDTH
     else:
         assert padded == 0

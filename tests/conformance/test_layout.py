@@ -16,7 +16,7 @@ from .conftest import Pair
 
 def first_block(pair: Pair):
     """Return a copy of the first block, but for those whose MLP has no rank."""
-    return copy.deepcopy(decoder_layers(pair.dense, pair.family.architecture.describe())[pair.family.whole_mlps])
+    return copy.deepcopy(decoder_layers(pair.dense, pair.family.architecture.describe())[pair.family.first_cut])
 
 
 def flat(weights: BlockWeights) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from modegpt.running.preparation import layer_sizes
 from .conftest import Pair
 from .families import NO_WIDTH, SIZES, tokens
 
-MLPS = ("mlp", "fc2", "shared_mlp", "feed_forward", "block_sparse_moe")
+MLPS = ("mlp", "fc2", "shared_mlp", "feed_forward", "block_sparse_moe", "mixer")
 """What gives a block's MLP output, in one family or another; of Granite 4 with experts two of them together."""
 NOT_PER_LAYER: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
@@ -55,9 +55,12 @@ def expected_scores(pair: Pair) -> list[list[float]]:
         # Falcon adds the attention's output to the MLP's in place.
         seen[module] = (inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone())
 
-    last = [architecture.mlp_norm or name for name in MLPS if getattr(blocks[0], name, None) is not None]
+    last: dict[nn.Module, list[nn.Module]] = {}
     for block in blocks:
-        hooks += [module.register_forward_hook(note) for module in (block, *map(block.get_submodule, last))]
+        mixing = [module for module, _as_pair in architecture.mixing(block)]
+        mlps = [name for name in MLPS if getattr(block, name, None) not in (None, *mixing)]
+        last[block] = [block.get_submodule(architecture.mlp_norm or name) for name in mlps]
+        hooks += [module.register_forward_hook(note) for module in (block, *last[block])]
     with torch.no_grad():
         pair.dense(WINDOWS)
     for hook in hooks:
@@ -65,7 +68,7 @@ def expected_scores(pair: Pair) -> list[list[float]]:
     scores = []
     for block in blocks:
         before, after = seen[block]
-        added = sum(seen[block.get_submodule(name)][1].view(before.shape) for name in last)
+        added = sum((seen[mlp][1].view(before.shape) for mlp in last[block]), torch.zeros_like(before))
         added = added * getattr(block, "residual_multiplier", getattr(block, "residual_scale", 1.0))
         if architecture.parallel:
             scores.append([cosine_loss(before, after - added), cosine_loss(before, before + added)])

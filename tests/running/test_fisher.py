@@ -2,6 +2,7 @@
 
 import itertools
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -87,7 +88,8 @@ def felt(source, calibration: Calibration, numbers: Tensor, every: int = EVERY) 
         assert probe.reaches(index)
         total = BlockMoments.zeros(source.dims, ["fisher"])["fisher"]
         probe.take(block, index, calibration)
-        with probe.record(block, source.architecture, calibration, total):
+        recorded = probe.record(block, source.architecture, calibration, total)
+        with recorded if source.architecture.has_mlp(block) else nullcontext():
             advance(block, index, calibration, CPU)
         totals.append(total)
     return totals
@@ -106,6 +108,8 @@ def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family, e
     dense = family.dense()
     layers = source.blocks.layers
     for index, total in enumerate(totals):
+        if index in family.whole_mlps:
+            continue
         expected = torch.zeros_like(total)
         down = source.architecture.projection(layers[index], "down")
         columns = (down.weight if down.weight.shape[0] == source.dims.d_model else down.weight.T).detach()
@@ -135,16 +139,17 @@ def before_norm(source, block, z: Tensor, root: Tensor) -> Tensor:
 
 
 def run_layers(source, calibration: Calibration):
-    """What each block's down projection reads, and what the block puts out, of one batch."""
+    """What each block's down projection reads, None where it has none, and what the block puts out, of one batch."""
     for index in range(source.dims.n_layers):
-        block, read = source.blocks.peek(index, CPU), []
-        hook = source.architecture.projection(block, "down").register_forward_pre_hook(
-            lambda _m, inputs, read=read: read.append(inputs[0])
-        )
+        block, read, hooks = source.blocks.peek(index, CPU), [], []
+        if source.architecture.has_mlp(block):
+            down = source.architecture.projection(block, "down")
+            hooks = [down.register_forward_pre_hook(lambda _m, inputs, read=read: read.append(inputs[0]))]
         (output,) = run_block(block, index, calibration, CPU)
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         calibration.hidden[0] = output
-        yield read[0].view(1, -1, read[0].shape[-1]), output
+        yield read[0].view(1, -1, read[0].shape[-1]) if read else None, output
 
 
 def dense_logits(dense, last: Tensor) -> Tensor:

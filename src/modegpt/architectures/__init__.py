@@ -39,7 +39,7 @@ from .minicpm3 import MINICPM3
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MINIMAX_M2, MIXTRAL
 from .nanochat import NANOCHAT
-from .nemotron import NEMOTRON
+from .nemotron import NEMOTRON, NEMOTRON_H
 from .olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from .opt import OPT
 from .phi import PHI, PHI3, PHIMOE
@@ -110,6 +110,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ERNIE4_5,
         ERNIE4_5_MOE,
         NEMOTRON,
+        NEMOTRON_H,
         ARCEE,
         APERTUS,
         EXAONE4,

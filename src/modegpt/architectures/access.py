@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from .dimensions import Dimensions
-from .fused import gates_and_ups, projections_of
+from .fused import projections_of, ups_of
 from .spec import Architecture
 
 HEADS = ("query", "key", "value")
@@ -35,8 +35,8 @@ class Affine(NamedTuple):
 class Expert(NamedTuple):
     """The weights of one expert of a mixture."""
 
-    ups: tuple[Affine, Affine]
-    """Its gate and its up projection, each `(d_int, d_model)`."""
+    ups: tuple[Affine, ...]
+    """Its gate, if it has one, and its up projection, each `(d_int, d_model)`."""
     down: Affine
     """`(d_model, d_int)`."""
 
@@ -58,9 +58,9 @@ class BlockWeights:
     output: Affine
     """`(d_model, n_heads·d_head)`."""
     ups: tuple[Affine, ...]
-    """Every map into the MLP's intermediate space, each `(d_int, d_model)`; none of a mixture of experts."""
+    """Every map into the MLP's intermediate space, each `(d_int, d_model)`; none of a mixture of experts, or no MLP."""
     down: Affine | None
-    """`(d_model, d_int)`; None of a mixture of experts."""
+    """`(d_model, d_int)`; None of a mixture of experts, or where there is no MLP."""
     experts: tuple[Expert, ...] = ()
     """Those of a mixture."""
     mlp_gain: Tensor | None = None
@@ -122,7 +122,7 @@ class Layout:
             heads = {role: affine(architecture.projection(block, role)).rows(self.rows(role)) for role in HEADS}
             output = affine(architecture.projection(block, "output"))
         ups = tuple(affine(module).rows(rows) for module, rows in self.ups(block))
-        down = affine(architecture.projection(block, "down")) if architecture.down else None
+        down = affine(architecture.projection(block, "down")) if architecture.has_mlp(block) else None
         gain = None
         if down is not None and architecture.mlp_norm:
             gain = block.get_submodule(architecture.mlp_norm)(down.weight.new_ones(len(down.weight)))
@@ -170,7 +170,7 @@ class Layout:
 
     def ups(self, block: nn.Module) -> list[tuple[Any, slice]]:
         """Return module and rows of each map into the MLP: one named twice holds two, one after another."""
-        names, width = self.architecture.up, self.mlp_width
+        names, width = self.architecture.up if self.architecture.has_mlp(block) else (), self.mlp_width
         before = [names[:index].count(name) for index, name in enumerate(names)]
         return [
             (block.get_submodule(name), slice(width * place, width * (place + 1)))
@@ -182,10 +182,9 @@ class Layout:
         mixture = self.architecture.mixture(block)
         if mixture is None:
             return ()
-        gates, ups = gates_and_ups(mixture)
         gate_ups, downs = ([Affine(*own) for own in each] for each in projections_of(mixture))
         pairs = zip(gate_ups, downs, strict=True)
-        return tuple(Expert((both.rows(gates), both.rows(ups)), down) for both, down in pairs)
+        return tuple(Expert(tuple(up.rows(rows) for rows in ups_of(mixture)), down) for up, down in pairs)
 
 
 def affine(module: Any) -> Affine:

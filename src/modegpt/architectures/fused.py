@@ -1,7 +1,8 @@
 """How a mixture stores its fused experts: outputs by inputs or the other way, gates before ups or in turn with them.
 
 Most families have `(experts, 2·d_int, d_model)` and `(experts, d_model, d_int)`, all gates first, and no biases.
-gpt-oss has both transposed, a gate and its up side by side, and biases. transformers notes on the module what holds.
+gpt-oss has both transposed, a gate and its up side by side, and biases; Nemotron 3 has `(experts, d_int, d_model)` ups
+and no gates. transformers notes on the module what holds.
 """
 
 from typing import Any
@@ -15,10 +16,21 @@ Projections = list[tuple[Tensor, Tensor | None]]
 def weights_of(mixture: Any) -> tuple[Tensor, Tensor]:
     """Return views: gates and ups, `(experts, 2·d_int, d_model)`, and downs, `(experts, d_model, d_int)`.
 
-    Gates and ups stand in the order in which they are stored; `gates_and_ups` tells them apart.
+    Gates and ups stand in the order in which they are stored; `ups_of` tells them apart. Without gates there are
+    `(experts, d_int, d_model)` ups.
     """
-    gate_up, down = mixture.gate_up_proj, mixture.down_proj
+    gate_up, down = getattr(mixture, "gate_up_proj" if has_gate(mixture) else "up_proj"), mixture.down_proj
     return (gate_up.mT, down.mT) if getattr(mixture, "is_transposed", False) else (gate_up, down)
+
+
+def has_gate(mixture: Any) -> bool:
+    """Return whether experts have a gate."""
+    return getattr(mixture, "has_gate", True)
+
+
+def activations_of(mixture: Any, products: Tensor) -> Tensor:
+    """Return `(tokens, d_int)` what the down projections read, of the products with the gates and ups of an expert."""
+    return mixture._apply_gate(products) if has_gate(mixture) else mixture.act_fn(products)
 
 
 def projections_of(mixture: Any) -> tuple[Projections, Projections]:
@@ -32,8 +44,10 @@ def _by_expert(weights: Tensor, biases: Tensor | None) -> Projections:
     return [(weight, None if biases is None else biases[number]) for number, weight in enumerate(weights)]
 
 
-def gates_and_ups(mixture: Any) -> tuple[slice, slice]:
-    """Return the stored rows of an expert's gates, and those of its ups."""
+def ups_of(mixture: Any) -> tuple[slice, ...]:
+    """Return the stored rows of an expert's gates, if it has any, and those of its ups."""
+    if not has_gate(mixture):
+        return (slice(None),)
     if not getattr(mixture, "is_concatenated", True):
         return slice(0, None, 2), slice(1, None, 2)
     width = width_of(mixture)

@@ -48,11 +48,13 @@ class Architecture:
     """Every projection into the MLP's intermediate space, from the block; a fused one is named once for each part. Of
     two, the first opens the gate and the second is multiplied by it."""
     down: str = "mlp.down_proj"
-    """The projection out of it."""
+    """The projection out of it. A block may be without an MLP, if its attention stays whole."""
     experts: str = ""
     """The experts of a mixture, from the block, one narrow MLP each, fused as `(experts, 2·d_int, d_model)`
     `gate_up_proj` and `(experts, d_model, d_int)` `down_proj`, or as `fused` says; it empties `up` and `down`. A block
     may be without: its MLP stays whole."""
+    gated_experts: bool = True
+    """Whether experts have a gate beside the projection up."""
     expert_biases: bool = False
     """Whether the projections of experts have biases."""
     n_experts: str = "num_experts"
@@ -70,7 +72,7 @@ class Architecture:
         "mlp.experts.{}.down_proj",
     )
     """What checkpoint files, which hold each expert apart, call the gate, up and down projections of one by its number,
-    from the block."""
+    from the block; the first is empty where there is no gate."""
     query_norm: str = ""
     key_norm: str = ""
     """Norms of queries and keys, from the attention module; a block without such a module has none."""
@@ -215,7 +217,7 @@ class Architecture:
     def linears(self, block: nn.Module) -> list[Any]:
         """Return every linear module of a block that has a rank, each once."""
         roles = [self.projection(block, role) for role in self.roles]
-        paths = ([self.down] if self.down else []) + list(self.up)
+        paths = (self.down, *self.up) if self.has_mlp(block) else ()
         return list(dict.fromkeys(roles + [block.get_submodule(path) for path in paths]))
 
     def stored_dtype(self, name: str, own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
@@ -233,9 +235,24 @@ class Architecture:
         inside = dict(block.named_modules())
         return [path for path in (self.down, self.experts, self.shared_down) if path and path in inside]
 
+    def has_mlp(self, block: nn.Module) -> bool:
+        """Whether a block has an MLP that is no mixture of experts and that has a rank."""
+        return bool(self.down) and self.down in dict(block.named_modules())
+
     def cuts_mlp(self, block: nn.Module) -> bool:
         """Whether a block's MLP, or its experts, have a rank: not an MLP among layers of experts."""
-        return not self.experts or self.mixture(block) is not None
+        return self.has_mlp(block) or self.mixture(block) is not None
+
+    def whole_mlp(self, block: nn.Module) -> list[nn.Parameter]:
+        """Return the parameters of an MLP among layers of experts, which has no rank; none where a block has no MLP."""
+        path = self.experts.rpartition(".")[0]
+        module = dict(block.named_modules()).get(path) if path else None
+        mixing = [mixer for mixer, _as_pair in self.mixing(block)]
+        return [] if module is None or module in mixing else list(module.parameters())
+
+    def any_mlp(self, block: nn.Module) -> bool:
+        """Whether a block has an MLP or experts, with a rank or without."""
+        return bool(self.mlp_outputs(block) or self.whole_mlp(block))
 
     def narrowed(self, block: nn.Module) -> list[Any]:
         """Return every module of a block whose weights have a rank, each once: linear ones, and experts."""
@@ -255,7 +272,8 @@ class Architecture:
 
         mlp = sum(inputs(path) for path in self.up) + (dims.d_model if self.down else 0)
         if self.experts:
-            mlp = dims.n_experts * (3 * dims.d_model + 2 * self.expert_biases)
+            n_ups = 1 + self.gated_experts
+            mlp = dims.n_experts * ((n_ups + 1) * dims.d_model + n_ups * self.expert_biases)
         if self.whole_attention:
             return {"mlp": mlp, "qk": 0, "vo": 0}
         query, key, value = (f"{self.attention}.{name}" for name in (self.query, self.key, self.value))
@@ -312,6 +330,12 @@ class Architecture:
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""
         return block.get_submodule(self.middle)
+
+
+def biases_of(block: nn.Module) -> Callable[[str], bool]:
+    """Return what tells of a linear module of a block, by its path, whether it has a bias: not where it is missing."""
+    inside: dict[str, Any] = dict(block.named_modules())
+    return lambda path: path in inside and inside[path].bias is not None
 
 
 DESCRIBED = ("name", "layers", "attention", "query", "key", "value", "output", "up", "down", "scale_query")

@@ -78,12 +78,14 @@ def order(subject: Subject) -> tuple[str, str]:
         return "failed", f"{place} depends on more than what is named: see mixers, middle"
     for source, inputs in silenced.items():
         for name, place in inputs.items():
-            expected = source == "attention" and not architecture.parallel
+            expected = source == "attention" and not architecture.parallel and bool(attention)
             if torch.equal(place, plain[name]) == expected:
                 return (
                     "failed",
                     f"{name} {'does not depend' if expected else 'depends'} on {source}: see parallel, middle",
                 )
+    if not attention:
+        return "passed", "an MLP is a block of its own, as described"
     return (
         "passed",
         f"attention and MLP are {'parallel' if architecture.parallel else 'one after the other'}, as described",

@@ -58,7 +58,7 @@ def facts(config: PreTrainedConfig, architecture: Architecture, sparsity: float)
     return {
         "family": f"{architecture.model_type} ({architecture.causal_class}): {architecture.notes}",
         **_attention(config, architecture, dims, blocks, sizes),
-        "projections": _projections(architecture, blocks[0]),
+        "projections": _projections(architecture, next(filter(architecture.cuts_mlp, blocks), blocks[0])),
         "attention window": _window(config, dims),
         **{f"{NAMES[module]} ranks": _rank(module, sizes, ranks, sparsity) for module in NAMES},
         "removable": _removable(sizes, ranks, sparsity),
@@ -73,8 +73,11 @@ def _attention(
     if not architecture.whole_attention:
         return {"heads": _heads(dims), "positions": _positions(config, architecture, dims, sizes)}
     known = (architecture.attention, *architecture.mixers)
-    counts = Counter(" and ".join(path for path in known if getattr(block, path, None) is not None) for block in blocks)
-    found = ", ".join(f"{name} in {count} layers" for name, count in counts.items())
+    counts: Counter[str] = Counter()
+    for block in blocks:
+        mixing, inside = [module for module, _as_pair in architecture.mixing(block)], dict(block.named_modules())
+        counts[" and ".join(path for path in known if inside.get(path) in mixing)] += 1
+    found = ", ".join(f"{name or 'none'} in {count} layers" for name, count in counts.items())
     cut = "experts" if architecture.experts else "MLPs"
     return {"what mixes tokens": f"stays as it is ({found}): the {cut} alone are cut"}
 
@@ -99,9 +102,10 @@ def _projections(architecture: Architecture, block: Any) -> str:
     if len(architecture.up) > len(set(architecture.up)):
         told.append(f"gate and up are fused in {architecture.up[0]}, which is cut in place")
     if architecture.experts:
-        told.append(f"gate and up of all experts are fused in {architecture.experts}, which is cut in place")
+        what = "gate and up" if architecture.gated_experts else "the projections up"
+        told.append(f"{what} of all experts are fused in {architecture.experts}, which is cut in place")
     biased = [role for role in architecture.roles if architecture.projection(block, role).bias is not None]
-    if architecture.down and architecture.projection(block, "down").bias is not None:
+    if architecture.has_mlp(block) and architecture.projection(block, "down").bias is not None:
         biased.append("MLP")
     if architecture.expert_biases:
         biased.append("experts")

@@ -62,6 +62,12 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "num_attention_heads_per_layer": None,  # then they have these alike
         "mamba_n_heads": n_heads,
         "mamba_d_state": d_head,
+        "mamba_num_heads": n_heads,
+        "mamba_head_dim": d_head,
+        "ssm_state_size": d_head,
+        "n_groups": 2,
+        "chunk_size": TRAINED,
+        "moe_shared_expert_intermediate_size": D_INT // 2,
     }
     if hasattr(config, "mamba_d_head"):
         sizes["mamba_d_ssm"] = config.mamba_expand * sizes["hidden_size"]
@@ -72,10 +78,10 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         n_kv_heads = _known(config, architecture.kv_heads) or dims.n_heads
         sizes[architecture.kv_heads] = {1: 1, dims.n_heads: n_heads}.get(n_kv_heads, 2)
     kinds = {name: list(dict.fromkeys(getattr(config, name, None) or ())) for name in BY_LAYER}
-    small.num_hidden_layers = max(MIN_LAYERS, *map(len, kinds.values()))
+    small.num_hidden_layers = n_layers = max(MIN_LAYERS, *map(len, kinds.values()))
     for name, known in kinds.items():
         if known:
-            _set(small, name, known + known[:1] * (small.num_hidden_layers - len(known)))
+            _set(small, name, known + known[:1] * (n_layers - len(known)))
     if kinds["attention_layers"]:  # of GPT-Neo, whose config is written as runs of them
         small.attention_types = [[[kind], 1] for kind in small.attention_layers]
     for name, value in sizes.items():

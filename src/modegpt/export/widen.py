@@ -43,10 +43,10 @@ def _widened(narrow: BlockWeights, layer: dict[str, int], index: Tensor | None, 
     down = None if narrow.down is None else _spread_columns(narrow.down, neurons, dims.d_int)
     experts = tuple(
         Expert(
-            (_spread_rows(gate, neurons, dims.d_int), _spread_rows(up, neurons, dims.d_int)),
-            _spread_columns(own, neurons, dims.d_int),
+            tuple(_spread_rows(up, neurons, dims.d_int) for up in expert.ups),
+            _spread_columns(expert.down, neurons, dims.d_int),
         )
-        for (gate, up), own in narrow.experts
+        for expert in narrow.experts
     )
     if narrow.query is NOTHING:
         return replace(narrow, ups=ups, down=down, experts=experts)

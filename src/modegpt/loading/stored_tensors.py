@@ -88,7 +88,7 @@ def stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
             return _all(stored_name(name.replace(module, file, 1), stored, model) for file in files)
     block, _, key = name.partition(architecture.experts or name)
     gate, up, down = architecture.expert_files
-    parts = {".gate_up_proj": (gate, up), ".down_proj": (down,)}.get(key, ())
+    parts = {".gate_up_proj": (gate, up), ".up_proj": (up,), ".down_proj": (down,)}.get(key, ())
     numbers = range(Dimensions.of(architecture, model.config).n_experts)
     return _all(stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ..architectures.fused import projections_of
+from ..architectures.fused import activations_of, projections_of
 from .forwards import forwards
 
 
@@ -35,7 +35,7 @@ def routed(
     Cost: the gate and up projections of the experts chosen, as in the mixture's own forward.
 
     Args:
-        experts: a module of fused gated experts (`Architecture.experts`).
+        experts: a module of fused experts (`Architecture.experts`).
         states: `(tokens, d_model)`, and the next two, are what it is called with.
         chosen: `(tokens, k)` numbers of experts.
         shares: `(tokens, k)`.
@@ -47,7 +47,7 @@ def routed(
     for number, own in enumerate(slots.argsort(stable=True).split(counts.tolist())):
         if len(own) and (among is None or number in among):
             places = own % len(chosen)
-            activations = experts._apply_gate(_linear(states.index_select(0, places), *gate_ups[number]))
+            activations = activations_of(experts, _linear(states.index_select(0, places), *gate_ups[number]))
             yield Routed(number, places, shares.mT.flatten()[own, None], activations)
 
 

@@ -78,7 +78,7 @@ def left_whole(
 def why_whole(module: str, size: LayerSizes) -> str:
     """Say why a layer leaves a module whole."""
     if module == "mlp":
-        return "it is one MLP among layers of experts"
+        return "such layers have no MLP, or one among layers of experts"
     if "vo" in size.whole:
         return "this family's attention is left as it is"
     return "its queries and keys are normalised, which reads all their coordinates"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..architectures import Architecture, Dimensions, architecture_of
+from ..architectures.spec import biases_of
 from ..blocks import BlockSource, ModelBlocks, tied_tensors
 from ..calibration import begin_windows, check_source, draw_windows, load_text, start_token, tokenize
 from ..config import IN_MEMORY, TOKEN_IDS, CompressionConfig
@@ -274,15 +275,14 @@ def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
 def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:
     """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
     dims = architecture.block_dims(block, dims)
-    cost = architecture.rank_costs(dims, lambda path: block.get_submodule(path).bias is not None)
+    cost = architecture.rank_costs(dims, biases_of(block))
     whole = {"qk"} if architecture.norms(block) else set()
     if architecture.whole_attention:
         whole |= {"qk", "vo"}
     if not architecture.cuts_mlp(block):
         whole.add("mlp")
         # It has no rank to cut, but its size decides the shares of the budget.
-        parameters = block.get_submodule(architecture.experts.rpartition(".")[0]).parameters()
-        cost["mlp"] = sum(parameter.numel() for parameter in parameters) // dims.d_int
+        cost["mlp"] = sum(parameter.numel() for parameter in architecture.whole_mlp(block)) // dims.d_int
     return LayerSizes(
         full=dims.full_ranks,
         cost=cost,

@@ -33,7 +33,8 @@ class InfluenceScorer:
 
     Apart, attention is scored from the block's input `x` to the residual stream after it (its own norm included where
     the family has one), and the MLP from there to the block's output. In a parallel block there is no such stream:
-    each is scored by what it alone adds, `x` to `x + attention` and `x` to `x + MLP`.
+    each is scored by what it alone adds, `x` to `x + attention` and `x` to `x + MLP`. Where a block has no MLP, its
+    output is what follows the attention.
 
     Args:
         n_layers: of the model.
@@ -59,7 +60,8 @@ class InfluenceScorer:
                 (attention,) = states
                 self._meter.update_parts(index, (before, before + attention), (before, after - attention))
             else:
-                self._meter.update(index, before, *states, after)
+                middle = states if states or not self._apart else [after]
+                self._meter.update(index, before, *middle, after)
 
         with self._read(block, seen):
             yield add
@@ -71,7 +73,7 @@ class InfluenceScorer:
         if self._apart and self._architecture.parallel:
             attention = block.get_submodule(self._architecture.attention)
             hook = attention.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
-        elif self._apart:
+        elif self._apart and self._architecture.any_mlp(block):
             middle = self._architecture.middle_module(block)
             hook = middle.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
         try:

@@ -51,7 +51,8 @@ def unseen(expert: Expert) -> Tensor:
     """Return `diag(‖g_i‖² ‖u_i‖²)`, `(d_int, d_int)`: an expert's moment as far as its gate and up rows tell it.
 
     It is what `z_i = (g_iᵀx)(u_iᵀx)` has on its diagonal, up to a factor, for inputs without a direction and a gate of
-    no curvature, were the two rows orthogonal. Being diagonal, it moves nothing from one neuron to another.
+    no curvature, were the two rows orthogonal. Being diagonal, it moves nothing from one neuron to another. Without a
+    gate it is `diag(‖u_i‖²)`.
     """
-    gate, up = (each.weight.double().square().sum(1) for each in expert.ups)
-    return torch.diag(gate * up)
+    lengths = torch.stack([each.weight.double().square().sum(1) for each in expert.ups])
+    return torch.diag(lengths.prod(0))
