@@ -40,7 +40,7 @@ def stock(data: dict[str, Any]) -> str:
 def _uniform() -> dict[float, float]:
     """Return the perplexities of `best` with `uniform` ranks, all modules, under the same protocol."""
     data = load("solvers.json")
-    rows = [] if data is None else data["rows"][1:]
+    rows = [] if data is None else [row for row in data["rows"][1:] if not row.get("seed")]
     return {
         row["sparsity"]: row["perplexity"]
         for row in rows

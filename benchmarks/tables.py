@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from readme import load, noted, risen, section, table
@@ -110,7 +110,8 @@ def allocation(data: dict[str, Any]) -> str:
 @section("solvers.json")
 def solvers(data: dict[str, Any]) -> str:
     """Return the section on the best solvers against the paper's, and what each costs."""
-    return noted(f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_solver_costs(data)}", data)
+    text = f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_draws(data)}\n{_solver_costs(data)}"
+    return noted(text, data)
 
 
 @section("solvers_instruct.json")
@@ -121,8 +122,28 @@ def other_text(data: dict[str, Any]) -> str:
 
 def _of_all_modules(data: dict[str, Any]) -> dict[tuple[str, str | None, float], dict[str, Any]]:
     """Return rows in which all modules were compressed, or layers dropped, by method, rule and sparsity."""
-    whole = [row for row in data["rows"] if row.get("modules", "all") == "all"]
+    whole = [row for row in _first_draw(data) if row.get("modules", "all") == "all"]
     return {(row["method"], row.get("allocation"), row["sparsity"]): row for row in whole}
+
+
+def _first_draw(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows without those that repeat one with another seed of what the model writes."""
+    return [row for row in data["rows"] if not row.get("seed")]
+
+
+def _draws(data: dict[str, Any]) -> str:
+    """Return what other draws of what the model writes gave, where there are any, in one sentence each."""
+    found: dict[tuple[Any, ...], list[float]] = {}
+    for row in data["rows"]:
+        if "seed" in row:
+            key = (row["method"], row["allocation"], row["modules"], row["sparsity"])
+            found.setdefault(key, []).append(row["perplexity"])
+    return "\n".join(
+        f"Over {len(drawn)} draws of what the model writes, `{method}` with `{rule}` at {sparsity:.0%} has a mean of "
+        f"{math.exp(fmean(map(math.log, drawn))):.2f} ({min(drawn):.2f} to {max(drawn):.2f})."
+        for (method, rule, _modules, sparsity), drawn in found.items()
+        if len(drawn) > 1
+    )
 
 
 def _solver_costs(data: dict[str, Any]) -> str:
@@ -145,7 +166,7 @@ def _solver_table(data: dict[str, Any]) -> str:
     about, dense = data["protocol"], data["rows"][0]["perplexity"]
     sparsities = sorted({row["sparsity"] for row in data["rows"][1:]})
     lines: dict[tuple[str, str], dict[float, str]] = {}
-    for row in data["rows"][1:]:
+    for row in _first_draw(data)[1:]:
         what = "whole layers dropped by Block Influence" if "modules" not in row else f"`{row['method']}`"
         if row.get("modules", "all") != "all":
             what += f", `{row['modules']}` alone"
