@@ -36,7 +36,11 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--parts", nargs="*", default=["all"], help="all, or modules to compress alone")
     arguments.add_argument("--calibration", default=None, help="another text (default: wiki.valid.txt of --data)")
     arguments.add_argument(
-        "--seed", type=int, nargs="*", default=[0], help="of what the model writes for `best` and `error`"
+        "--seed",
+        type=int,
+        nargs="*",
+        default=[0],
+        help="of the text that the model writes, and of noise",
     )
     return arguments.parse_args()
 

@@ -127,21 +127,22 @@ def _of_all_modules(data: dict[str, Any]) -> dict[tuple[str, str | None, float],
 
 
 def _first_draw(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows without those that repeat one with another seed of what the model writes."""
+    """Return the rows without those that repeat one with another seed."""
     return [row for row in data["rows"] if not row.get("seed")]
 
 
 def _draws(data: dict[str, Any]) -> str:
-    """Return what other draws of what the model writes gave, where there are any, in one sentence each."""
+    """Return what other seeds gave, where there are any, in one sentence each."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for row in data["rows"]:
         if "seed" in row:
             key = (row["method"], row["allocation"], row["modules"], row["sparsity"])
             found.setdefault(key, []).append(row["perplexity"])
     return "\n".join(
-        f"Over {len(drawn)} draws of what the model writes, `{method}` with `{rule}` at {sparsity:.0%} has a mean of "
+        f"Over {len(drawn)} seeds (of what the model writes and of the Fisher information's noise) `{method}` with "
+        f"`{rule}`{'' if modules == 'all' else f' of {modules} alone'} at {sparsity:.0%} has a mean of\n"
         f"{math.exp(fmean(map(math.log, drawn))):.2f} ({min(drawn):.2f} to {max(drawn):.2f})."
-        for (method, rule, _modules, sparsity), drawn in found.items()
+        for (method, rule, modules, sparsity), drawn in found.items()
         if len(drawn) > 1
     )
 

@@ -21,11 +21,17 @@ def rows() -> dict[str, int]:
 def imported(text: str, place: tuple[str, ...]) -> Iterator[str]:
     """The folders and files of the package that a file imports from; `place` is the file's path in the package."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = place[: len(place) - node.level]
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            for path in [(*folder, *name.split(".")) for name in names]:
-                yield path[0] if (PACKAGE / path[0]).is_dir() else f"{path[0]}.py"
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        level = node.level if isinstance(node, ast.ImportFrom) else 0
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        folder = place[: len(place) - level] if level else ()
+        start = [part for part in (".".join(folder), module) if part]
+        for alias in node.names:
+            path = ".".join([*start, alias.name]).split(".")
+            if not level and path.pop(0) != PACKAGE.name:
+                continue
+            yield path[0] if (PACKAGE / path[0]).is_dir() else f"{path[0]}.py"
 
 
 def test_every_folder_and_file_is_named():
@@ -47,3 +53,5 @@ def test_imports_are_seen():
     assert list(imported(text, ("cli.py",))) == ["ranks", "blocks.py", "running"]
     text = "from . import psd\nfrom ..errors import a\nfrom .. import config\nimport torch\nfrom os import path\n"
     assert list(imported(text, ("decompose", "cr.py"))) == ["decompose", "errors.py", "config.py"]
+    text = "import modegpt.run\nfrom modegpt.cli import main\nfrom modegpt import ranks, blocks\nimport modegptx.a\n"
+    assert list(imported(text, ("cli.py",))) == ["run.py", "cli.py", "ranks", "blocks.py"]

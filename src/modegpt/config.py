@@ -60,7 +60,7 @@ class CompressionConfig:
     """Upper bound on one layer's sparsity, under every rule but `uniform`, `width` and `plan`."""
     round_to: int | None = None
     """Keep every query-key dim, value dim and MLP width a multiple of this (8, 16, 64 suit GPU kernels); 1 leaves them
-    free. None does so, too, but for MLP widths of weights in 16 bits (`ranks.aligned`)."""
+    free. None does so, too, but for MLP widths of weights in 16 bits (`ranks.whole.aligned`)."""
     owl_threshold: float = 5.0
     """OWL's M: an entry is an outlier above this many times its layer's mean."""
     owl_lambda: float = 0.08

@@ -497,16 +497,18 @@ def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int
 
 def shrink_mlp(block: nn.Module, architecture: dict[str, Any], width: int) -> None:
     """Narrow the MLP alone, in place; arguments as for `shrink_block`."""
-    inside = {name: module for name, module in block.named_modules() if name}
-    if architecture["down"] in inside:  # else it has experts, or no MLP at all
+    inside, down = dict(block.named_modules()), architecture["down"]
+    # There are experts in its place, or, in blocks of one module, another one.
+    if down and (down in inside or not architecture.get("whole_attention")):
         rows: Counter[Any] = Counter()
         for name in architecture["up"]:
-            rows[inside[name]] += width
+            rows[block.get_submodule(name)] += width
         for module, size in rows.items():
             resize(module, rows=size)
-        resize(inside[architecture["down"]], columns=width)
-    if (mixture := inside.get(architecture.get("experts"))) is not None:
-        shrink_experts(mixture, width)
+        resize(block.get_submodule(down), columns=width)
+    experts = architecture.get("experts")
+    if experts and experts in inside:
+        shrink_experts(inside[experts], width)
 
 
 def shrink_experts(experts: Any, width: int) -> None:

@@ -86,8 +86,8 @@ def estimate(
     `text` is the shape of the calibration windows.
 
     Memory: one block, the moment of its MLP, or of each of its experts, in float64 and two working copies of one, that
-    of the gates in float32, and what is held of the last blocks if they are measured together
-    (`dense_pass.room_ahead`); or, if that is more, one block, the embeddings, and the cache while the model writes. On
+    of the gates in float32, and what is held of the last blocks if they are measured together (`room_ahead` in
+    `running.dense_pass`); or, if that is more, one block, the embeddings, and the cache while the model writes. On
     the host, the hidden states. Time: two passes over the blocks, through the experts that a token is sent to (one
     more for a `late` solver where a block puts out no sum; elsewhere its stages are halves of a pass), one of the
     coverage windows that the model writes, and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer
@@ -123,10 +123,11 @@ def estimate(
     # Of a block's parameters, those that a token does not pass are in the experts that it is not sent to.
     experts = sum(size.weight("mlp") for size in sizes if "mlp" not in size.whole)
     passed = sum(size.total for size in sizes) - experts * (n_mlps - active) // n_mlps
-    passes = n_passes * 2 * passed + dims.n_layers * active * dims.d_int**2
+    n_cut = sum("mlp" not in size.whole for size in sizes)
+    passes = n_passes * 2 * passed + n_cut * active * dims.d_int**2
     rates = {each: _rate(each, device) for each in dict.fromkeys((dtype, solved_in))}
     seconds = (n_tokens * passes + 2 * n_written * passed) / rates[dtype]
-    seconds += dims.n_layers * n_mlps * 3 * dims.d_int**3 / rates[solved_in]
+    seconds += n_cut * n_mlps * 3 * dims.d_int**3 / rates[solved_in]
     return {
         "device_bytes": max(memory, around),
         "host_bytes": states,

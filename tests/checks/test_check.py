@@ -20,8 +20,10 @@ from transformers import (
 )
 from typer.testing import CliRunner, Result
 
-from conformance.families import FAMILIES, SIZES, Family
+from conformance.families import FAMILIES, SIZES, Family, tokens
+from modegpt import CompressionConfig, compress
 from modegpt.architectures import ARCHITECTURES, Dimensions, architecture_of
+from modegpt.architectures.nemotron import NemotronHArchitecture
 from modegpt.checks.checking import CHECKS, run_checks
 from modegpt.checks.tiny import BY_LAYER, random_model, tiny_config
 from modegpt.cli import app
@@ -118,7 +120,10 @@ def test_an_attention_of_another_kind_stays_whole_and_it_says_which(tmp_path: Pa
     result = check(folder_of(config, tmp_path), "--json", "-")
     assert result.exit_code == 0, result.output
     lines = told(result)
-    assert "linear_attn in 6 layers, self_attn in 2 layers" in lines["what mixes tokens"]["meaning"]
+    assert (
+        "linear_attn (Qwen3_5GatedDeltaNet) in 6 layers, self_attn (Qwen3_5Attention) in 2 layers"
+        in lines["what mixes tokens"]["meaning"]
+    )
     assert "heads" not in lines
     for topic in ("query-key ranks", "value-output ranks"):
         assert lines[topic]["meaning"] == "stays whole: this family's attention is left as it is"
@@ -171,6 +176,23 @@ def test_one_wrong_field_fails_the_check_that_the_guide_names(
         monkeypatch.delitem(CHECKS, "fresh process")
     dense = next(family for family in FAMILIES if family.name == name).dense()
     assert [check.name for check in run_checks(dense, 0.3) if check.result == "failed"] == [failed]
+
+
+def test_a_wrong_path_is_an_error_and_not_a_block_without_an_mlp(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ARCHITECTURES, "llama", replace(ARCHITECTURES["llama"], down="mlp.down"))
+    dense = next(family for family in FAMILIES if family.name == "llama-tied").dense()
+    with pytest.raises(AttributeError, match="no attribute `down`"):
+        compress(dense, tokens(), CompressionConfig(sparsity=0.3))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_where_an_mlp_stands_alone_what_mixes_tokens_must_be_named(named: bool, monkeypatch: pytest.MonkeyPatch):
+    for name in [name for name in CHECKS if name != "order in a block"]:
+        monkeypatch.delitem(CHECKS, name)
+    if not named:
+        monkeypatch.setattr(NemotronHArchitecture, "mixing", lambda _self, _block: [])
+    dense = next(family for family in FAMILIES if family.name == "nemotron_h").dense()
+    assert [check.result for check in run_checks(dense, 0.3)] == ["passed" if named else "failed"]
 
 
 @pytest.mark.parametrize(

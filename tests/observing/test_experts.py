@@ -13,7 +13,7 @@ from conformance.families import EXPERTS, FAMILIES, GROUPED, GROUPED_EXPERTS, LA
 from decompose.selections import by_loss
 from modegpt import compress
 from modegpt.architectures import Architecture, Dimensions, architecture_of
-from modegpt.architectures.access import Layout
+from modegpt.architectures.access import Affine, Expert, Layout
 from modegpt.checks.tiny import random_model, tiny_config
 from modegpt.config import CompressionConfig
 from modegpt.decompose.energy import energy_scores
@@ -25,7 +25,7 @@ from modegpt.loading.stored_tensors import find_tensors
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.observing.at_rest import at_rest
-from modegpt.observing.experts import in_turn, routed, told, watched
+from modegpt.observing.experts import combined, in_turn, routed, told, watched
 from modegpt.running import expert_refit
 from modegpt.running.distributed import Team
 from modegpt.running.expert_refit import ExpertRefit
@@ -184,6 +184,14 @@ def test_an_expert_that_gets_no_token_is_chosen_by_its_weights(model: Any):
     assert decision.notes == ["no token of the calibration text is sent to the experts 1"]
 
 
+@pytest.mark.parametrize("n_ups", [1, 2])
+def test_of_an_expert_that_no_token_reaches_the_rows_into_it_tell(n_ups: int):
+    ups = torch.randn(n_ups, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    moment = unseen(Expert(tuple(Affine(up, None) for up in ups), Affine(torch.ones(4, 6), None)))
+    expected = torch.diag(torch.stack([(up @ up.mT).diagonal() for up in ups]).prod(0))
+    torch.testing.assert_close(moment, expected)
+
+
 def test_all_experts_of_a_layer_keep_one_width_that_grouped_products_take(model: Any):
     narrow = compress(model, WINDOWS, CompressionConfig(sparsity=0.3, batch_size=4, modules=("mlp",)))
     widths = {layer["mlp_width"] for layer in narrow.config.modegpt["layers"]}
@@ -256,6 +264,23 @@ def test_experts_one_after_another_give_the_stock_modules_bits(family: Family):
             assert torch.equal(model(ids).logits, expected)
     assert model.config._experts_implementation == implementation
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", [each for each in FAMILIES if each.dims.n_experts], ids=lambda family: family.name)
+@torch.no_grad()
+def test_in_half_precision_experts_give_the_stock_modules_bits(family: Family):
+    """Experts without a gate add up in the dtype of the shares, which is float32, and are rounded at the end."""
+    model, architecture = family.dense(), family.architecture
+    layers = decoder_layers(model, architecture.describe())
+    experts: Any = architecture.mixture(layers[family.first_cut])
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(40, family.dims.d_model, generator=generator).to(torch.bfloat16)
+    chosen = torch.rand(40, family.dims.n_experts, generator=generator).argsort(1)[:, :2]
+    for dtype in (torch.float32, torch.bfloat16):
+        shares = torch.rand(40, 2, generator=generator).to(dtype)
+        with in_turn(model):
+            expected = experts.to(torch.bfloat16)(states, chosen, shares)
+        assert torch.equal(combined(experts, list(routed(experts, states, chosen, shares)), states), expected)
 
 
 def test_a_run_leaves_the_models_way_of_running_experts_alone(model: Any):

@@ -236,8 +236,11 @@ class Architecture:
         return [path for path in (self.down, self.experts, self.shared_down) if path and path in inside]
 
     def has_mlp(self, block: nn.Module) -> bool:
-        """Whether a block has an MLP that is no mixture of experts and that has a rank."""
-        return bool(self.down) and self.down in dict(block.named_modules())
+        """Whether a block has an MLP that is no mixture of experts and that has a rank.
+
+        Where attention is compressed every block has one, so that a wrong path is an error and not a block without.
+        """
+        return bool(self.down) and (not self.whole_attention or self.down in dict(block.named_modules()))
 
     def cuts_mlp(self, block: nn.Module) -> bool:
         """Whether a block's MLP, or its experts, have a rank: not an MLP among layers of experts."""
@@ -282,6 +285,11 @@ class Architecture:
             "qk": dims.n_heads * inputs(query) + dims.n_kv_heads * inputs(key),
             "vo": dims.n_kv_heads * inputs(value) + dims.n_heads * dims.d_model,
         }
+
+    def biases_of(self, block: nn.Module) -> Callable[[str], bool]:
+        """Return what tells of a linear module, by its path from the block, whether it has a bias."""
+        missing = () if self.cuts_mlp(block) else (self.down, *self.up)
+        return lambda path: path not in missing and block.get_submodule(path).bias is not None
 
     def block_dims(self, block: nn.Module, dims: Dimensions) -> Dimensions:
         """Return the sizes of one block, dense or compressed: those of the model, less a rotary part that it lacks."""
@@ -330,12 +338,6 @@ class Architecture:
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""
         return block.get_submodule(self.middle)
-
-
-def biases_of(block: nn.Module) -> Callable[[str], bool]:
-    """Return what tells of a linear module of a block, by its path, whether it has a bias: not where it is missing."""
-    inside: dict[str, Any] = dict(block.named_modules())
-    return lambda path: path in inside and inside[path].bias is not None
 
 
 DESCRIBED = ("name", "layers", "attention", "query", "key", "value", "output", "up", "down", "scale_query")

@@ -49,7 +49,10 @@ def _typical(subject: Subject) -> nn.Module:
     """Return the first dense block whose MLP has a rank."""
     architecture = subject.architecture
     blocks = decoder_layers(subject.dense, architecture.describe())
-    return next(block for block in blocks if architecture.cuts_mlp(block))
+    typical = next((block for block in blocks if architecture.cuts_mlp(block)), None)
+    if typical is None:
+        raise ValueError(f"no block has '{architecture.experts or architecture.down}': see down, experts")
+    return typical
 
 
 @torch.no_grad()
@@ -73,29 +76,46 @@ def order(subject: Subject) -> tuple[str, str]:
     attention = [module for module, _as_pair in architecture.mixing(block)]
     plain, silenced = heard(), {"attention": heard(attention)}
     silenced["the MLP"] = heard([block.get_submodule(architecture.experts or architecture.down)])
+    if not attention:
+        return _stands_alone(subject, block)
     if architecture.whole_attention and not _all_mixing_is_named(subject):
         place = "a block's sum" if architecture.parallel else f"`middle` ({architecture.middle})"
         return "failed", f"{place} depends on more than what is named: see mixers, middle"
     for source, inputs in silenced.items():
         for name, place in inputs.items():
-            expected = source == "attention" and not architecture.parallel and bool(attention)
+            expected = source == "attention" and not architecture.parallel
             if torch.equal(place, plain[name]) == expected:
                 return (
                     "failed",
                     f"{name} {'does not depend' if expected else 'depends'} on {source}: see parallel, middle",
                 )
-    if not attention:
-        return "passed", "an MLP is a block of its own, as described"
     return (
         "passed",
         f"attention and MLP are {'parallel' if architecture.parallel else 'one after the other'}, as described",
     )
 
 
+def _stands_alone(subject: Subject, block: nn.Module) -> tuple[str, str]:
+    """See whether a block without attention, with its MLP silent, puts out what it reads."""
+    if not _all_mixing_is_named(subject):
+        return "failed", "a block's sum depends on more than what is named: see mixers"
+    seen: list[Tensor] = []
+
+    def note(_module: nn.Module, inputs: Any, output: Any) -> None:
+        seen.extend((inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone()))
+
+    silent = [block.get_submodule(path) for path in subject.architecture.mlp_outputs(block)]
+    hooks = [module.register_forward_hook(_silence) for module in silent]
+    run_hooked(subject, [*hooks, block.register_forward_hook(note)])
+    if not torch.equal(*seen):
+        return "failed", "a block without attention gives more than its MLP does: see mixers, down, shared_down"
+    return "passed", "an MLP is a block of its own, as described"
+
+
 def _all_mixing_is_named(subject: Subject) -> bool:
     """Whether the residual stream comes to the middle of every block as it is, when all that mixes tokens is silent.
 
-    To its end, where attention and MLP are parallel: the MLPs are silent then, too.
+    To its end, where attention and MLP are parallel: the MLPs are silent then, too; or where there is no MLP.
     """
     architecture, seen, hooks = subject.architecture, list[Tensor](), list[RemovableHandle]()
 
@@ -111,6 +131,7 @@ def _all_mixing_is_named(subject: Subject) -> bool:
         hooks.append(block.register_forward_pre_hook(lambda _module, inputs: note(inputs)))
         if architecture.parallel:
             silence(block.get_submodule(architecture.experts or architecture.down))
+        if architecture.parallel or not architecture.any_mlp(block):
             hooks.append(block.register_forward_hook(lambda _module, _inputs, output: note(output)))
         else:
             middle = architecture.middle_module(block)

@@ -76,7 +76,8 @@ def _attention(
     counts: Counter[str] = Counter()
     for block in blocks:
         mixing, inside = [module for module, _as_pair in architecture.mixing(block)], dict(block.named_modules())
-        counts[" and ".join(path for path in known if inside.get(path) in mixing)] += 1
+        here = {path: type(inside[path]).__name__ for path in known if inside.get(path) in mixing}
+        counts[" and ".join(f"{path} ({name})" for path, name in here.items())] += 1
     found = ", ".join(f"{name or 'none'} in {count} layers" for name, count in counts.items())
     cut = "experts" if architecture.experts else "MLPs"
     return {"what mixes tokens": f"stays as it is ({found}): the {cut} alone are cut"}
@@ -163,9 +164,9 @@ def _rank(
         for step, rank in first.items()
     ]
     if whole and not told:
-        return f"stays whole: {why_whole(module, whole[0])}"
+        return f"stays whole: {why_whole(module, whole)}"
     if whole:
-        told.append(f"in {len(whole)} of {len(sizes)} layers it stays whole: {why_whole(module, whole[0])}")
+        told.append(f"in {len(whole)} of {len(sizes)} layers it stays whole: {why_whole(module, whole)}")
         return "; ".join(told)
     return "; in the other layers ".join(told)
 

@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..architectures import Architecture, Dimensions, architecture_of
-from ..architectures.spec import biases_of
 from ..blocks import layers_prefix
 from ..checkpoint import assemble, check_output
 from ..decompose.psd import all_finite
@@ -113,7 +112,7 @@ def zeros(stock: PreTrainedModel, layers: list[dict[str, int]]) -> tuple[int, in
     architecture = architecture_of(stock.config)
     dims, mlp, attention = Dimensions.of(architecture, stock.config), 0, 0
     for block, layer in zip(decoder_layers(stock, architecture.describe()), layers, strict=True):
-        cost = architecture.rank_costs(dims, biases_of(block))
+        cost = architecture.rank_costs(dims, architecture.biases_of(block))
         if architecture.cuts_mlp(block):
             mlp += cost["mlp"] * (dims.d_int - layer["mlp_width"])
         attention += cost["qk"] * (dims.d_head - 2 * layer["rope_pairs"] - layer["qk_plain"])

@@ -117,7 +117,7 @@ def local_folder(name: str) -> Path | None:
 def open_config(name: str) -> PreTrainedConfig:
     """Read a model's config, and nothing else of it; of a multimodal model that of its language model.
 
-    Of a model whose weights are packed it is that of the unpacked one (`packed.plain`).
+    Of a model whose weights are packed it is that of the unpacked one (`formats.packed.plain`).
 
     Raises:
         InputError: there is no such model, or its config cannot be read.
@@ -200,7 +200,7 @@ def open_model(name: str, dtype: torch.dtype | str = "auto", device: torch.devic
 
     Args:
         name: hub name, folder or `.gguf` file. Quantized weights of the latter are unpacked; floats of 8 or 4
-            bits of a supported family are, too (`packed`).
+            bits of a supported family are, too (`formats.packed`).
         dtype: of the weights in memory; `auto` keeps the stored one, float32 on a CPU.
         device: where to put the model.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ..architectures.fused import activations_of, projections_of
+from ..architectures.fused import activations_of, has_gate, projections_of
 from .forwards import forwards
 
 
@@ -58,11 +58,14 @@ def combined(experts: Any, sent: Sequence[Routed], states: Tensor) -> Tensor:
     These are the operations of the stock module's own forward, in its order, where it runs one expert after another
     (`in_turn`), and so its numbers, bit by bit.
     """
-    total, (_gate_ups, downs) = torch.zeros_like(states), projections_of(experts)
+    # Of those without a gate (Nemotron 3) what is added stays in the dtype of the shares until the end.
+    wide = bool(sent) and not has_gate(experts)
+    total = torch.zeros_like(states, dtype=sent[0].shares.dtype if wide else None)
+    _gate_ups, downs = projections_of(experts)
     for each in sent:
         given = _linear(each.activations, *downs[each.number]) * each.shares
         total.index_add_(0, each.places, given.to(total.dtype))
-    return total
+    return total.to(states.dtype)
 
 
 def _linear(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

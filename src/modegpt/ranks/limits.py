@@ -70,15 +70,17 @@ def left_whole(
             warnings.append(f"{module} stays whole, as it is not among the modules to compress: {consequence}")
         elif forced:
             where = "every layer" if len(forced) == len(sizes) else f"layers {', '.join(map(str, forced))}"
-            reason = why_whole(module, sizes[forced[0]])
+            reason = why_whole(module, [sizes[index] for index in forced])
             warnings.append(f"{module} stays whole in {where}, as the model needs it so ({reason}): {consequence}")
     return warnings
 
 
-def why_whole(module: str, size: LayerSizes) -> str:
-    """Say why a layer leaves a module whole."""
+def why_whole(module: str, sizes: Sequence[LayerSizes]) -> str:
+    """Say why layers leave a module whole."""
     if module == "mlp":
-        return "such layers have no MLP, or one among layers of experts"
-    if "vo" in size.whole:
+        beside, lacking = "it is one MLP among layers of experts", "there is none"
+        told = dict.fromkeys(beside if size.cost["mlp"] else lacking for size in sizes)
+        return ", or ".join(told)
+    if "vo" in sizes[0].whole:
         return "this family's attention is left as it is"
     return "its queries and keys are normalised, which reads all their coordinates"

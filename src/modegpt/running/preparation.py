@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..architectures import Architecture, Dimensions, architecture_of
-from ..architectures.spec import biases_of
 from ..blocks import BlockSource, ModelBlocks, tied_tensors
 from ..calibration import begin_windows, check_source, draw_windows, load_text, start_token, tokenize
 from ..config import IN_MEMORY, TOKEN_IDS, CompressionConfig
@@ -275,7 +274,7 @@ def output_dtype(config: CompressionConfig, source: Source) -> torch.dtype:
 def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) -> LayerSizes:
     """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
     dims = architecture.block_dims(block, dims)
-    cost = architecture.rank_costs(dims, biases_of(block))
+    cost = architecture.rank_costs(dims, architecture.biases_of(block))
     whole = {"qk"} if architecture.norms(block) else set()
     if architecture.whole_attention:
         whole |= {"qk", "vo"}
