@@ -50,6 +50,17 @@ def parser(description: str | None, result: str) -> argparse.ArgumentParser:
     return arguments
 
 
+def add_seeds(arguments: argparse.ArgumentParser) -> None:
+    """Add the option `--seed`, of one number or several."""
+    told = "of what `best` and `error` draw: the text that the model writes, and noise"
+    arguments.add_argument("--seed", type=int, nargs="*", default=[0], help=told)
+
+
+def draws(solver: str, allocation: str) -> bool:
+    """Whether a seed changes anything: the paper's solvers write nothing."""
+    return solver != "paper" or allocation == "error"
+
+
 def default_model(name: str | None) -> str:
     """Return `name`, or the path of the demo model."""
     return name or str(model_file())

@@ -29,6 +29,11 @@ def section(name: str) -> Callable[[Callable[[dict[str, Any]], str]], Callable[[
     return read
 
 
+def first_draw(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows without those that repeat one with another seed."""
+    return [row for row in data["rows"] if not row.get("seed")]
+
+
 def noted(text: str, data: dict[str, Any]) -> str:
     """Return a section with what is to be said of the figures in a file: which of them another version gave, say."""
     return f"{text}\n\n{data['note']}" if "note" in data else text

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import modegpt
-from common import SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
+from common import SAMPLES, SEQ_LEN, add_seeds, compressed, draws, finished, model_name, opened, parser, save
 from modegpt.baselines import shortgpt
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.comparing.scored import Scored
@@ -35,13 +35,7 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
     arguments.add_argument("--parts", nargs="*", default=["all"], help="all, or modules to compress alone")
     arguments.add_argument("--calibration", default=None, help="another text (default: wiki.valid.txt of --data)")
-    arguments.add_argument(
-        "--seed",
-        type=int,
-        nargs="*",
-        default=[0],
-        help="of the text that the model writes, and of noise",
-    )
+    add_seeds(arguments)
     return arguments.parse_args()
 
 
@@ -55,8 +49,7 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for sparsity in asked.sparsity:
             for part, solver in product(asked.parts, asked.solver):
                 about = {"method": solver, "sparsity": sparsity, "allocation": allocation, "modules": part}
-                # The paper's solvers write nothing: no seed changes what they do.
-                for seed in asked.seed if solver == "best" or allocation == "error" else [0]:
+                for seed in asked.seed if draws(solver, allocation) else [0]:
                     yield {**about, "seed": seed}
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from readme import load, noted, risen, section, table
+from readme import first_draw, load, noted, risen, section, table
 
 
 @section("stock.json")
@@ -40,7 +40,7 @@ def stock(data: dict[str, Any]) -> str:
 def _uniform() -> dict[float, float]:
     """Return the perplexities of `best` with `uniform` ranks, all modules, under the same protocol."""
     data = load("solvers.json")
-    rows = [] if data is None else [row for row in data["rows"][1:] if not row.get("seed")]
+    rows = [] if data is None else first_draw(data)[1:]
     return {
         row["sparsity"]: row["perplexity"]
         for row in rows

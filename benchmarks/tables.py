@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from readme import load, noted, risen, section, table
+from readme import first_draw, load, noted, risen, section, table
 from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
 from zero_shot_tables import zero_shot
@@ -122,13 +122,8 @@ def other_text(data: dict[str, Any]) -> str:
 
 def _of_all_modules(data: dict[str, Any]) -> dict[tuple[str, str | None, float], dict[str, Any]]:
     """Return rows in which all modules were compressed, or layers dropped, by method, rule and sparsity."""
-    whole = [row for row in _first_draw(data) if row.get("modules", "all") == "all"]
+    whole = [row for row in first_draw(data) if row.get("modules", "all") == "all"]
     return {(row["method"], row.get("allocation"), row["sparsity"]): row for row in whole}
-
-
-def _first_draw(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows without those that repeat one with another seed."""
-    return [row for row in data["rows"] if not row.get("seed")]
 
 
 def _draws(data: dict[str, Any]) -> str:
@@ -167,7 +162,7 @@ def _solver_table(data: dict[str, Any]) -> str:
     about, dense = data["protocol"], data["rows"][0]["perplexity"]
     sparsities = sorted({row["sparsity"] for row in data["rows"][1:]})
     lines: dict[tuple[str, str], dict[float, str]] = {}
-    for row in _first_draw(data)[1:]:
+    for row in first_draw(data)[1:]:
         what = "whole layers dropped by Block Influence" if "modules" not in row else f"`{row['method']}`"
         if row.get("modules", "all") != "all":
             what += f", `{row['modules']}` alone"

@@ -26,7 +26,7 @@ import torch
 from transformers import PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, Opened, compressed, finished, model_name, opened, parser, save
+from common import CALIBRATION, Opened, add_seeds, compressed, draws, finished, model_name, opened, parser, save
 from modegpt.commands.progress_bar import ProgressBar
 from modegpt.comparing.scored import Scored
 from modegpt.measuring.zero_shot import PRESETS, TaskResult, open_tasks
@@ -42,9 +42,7 @@ def options() -> argparse.Namespace:
     arguments.add_argument("--limit", type=int, default=1172, help="samples of each task")
     arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
     arguments.add_argument("--allocation", default=DEFAULTS.allocation)
-    arguments.add_argument(
-        "--seed", type=int, nargs="*", default=[0], help="of what the model writes for `best` and `error`"
-    )
+    add_seeds(arguments)
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--batch-size", type=int, help="requests at once (default: as `eval` chooses it)")
     arguments.add_argument("--jobs", type=int, default=1, help="processes that share the rows")
@@ -56,8 +54,7 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what each row compares."""
     yield {"solver": "dense", "sparsity": 0.0, "seed": 0}
     for solver in asked.solver:
-        # The paper's solvers write nothing: no seed changes what they do.
-        for seed in asked.seed if solver != "paper" or asked.allocation == "error" else asked.seed[:1]:
+        for seed in asked.seed if draws(solver, asked.allocation) else asked.seed[:1]:
             for sparsity in asked.sparsity:
                 yield {"solver": solver, "sparsity": sparsity, "seed": seed}
 

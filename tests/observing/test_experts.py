@@ -39,6 +39,7 @@ from modegpt.sums.token_weights import weighed_by_norm
 RANK = 24
 N_EXPERTS = 3
 WINDOWS = tokens(rows=6, length=16, seed=3)
+WITH_EXPERTS = [family for family in FAMILIES if family.dims.n_experts]
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +243,7 @@ def test_alone_a_run_measures_experts_behind_the_compressed_attention(name: str)
             torch.testing.assert_close(expected.down.weight.float(), expert.down.weight, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each.dims.n_experts], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", WITH_EXPERTS, ids=lambda family: family.name)
 @torch.no_grad()
 def test_experts_one_after_another_give_the_stock_modules_bits(family: Family):
     model = family.dense()
@@ -266,7 +267,7 @@ def test_experts_one_after_another_give_the_stock_modules_bits(family: Family):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", [each for each in FAMILIES if each.dims.n_experts], ids=lambda family: family.name)
+@pytest.mark.parametrize("family", WITH_EXPERTS, ids=lambda family: family.name)
 @torch.no_grad()
 def test_in_half_precision_experts_give_the_stock_modules_bits(family: Family):
     """Experts without a gate add up in the dtype of the shares, which is float32, and are rounded at the end."""

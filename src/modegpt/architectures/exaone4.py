@@ -44,17 +44,13 @@ EXAONE_MOE = Exaone4Architecture(
     "first layers and the shared experts stay whole",
 )
 
-KOLIBRI1 = Exaone4Architecture(
+KOLIBRI1 = replace(
+    EXAONE_MOE,
     model_type="kolibri1",
     name="Kolibri1",
-    experts="mlp.experts",
-    shared_down="mlp.shared_experts.down_proj",
-    width="moe_intermediate_size",
+    shared_experts="",
     # A norm stands behind the sum of what the experts and the MLP beside them put out.
     adds_mlp=False,
-    query_norm="q_norm",
-    key_norm="k_norm",
-    buffers=("mlp.gate.e_score_correction_bias",),
     file_names=(
         (".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),
         (".post_self_attn_layernorm.", ".post_attn_norm."),

@@ -228,19 +228,19 @@ class Architecture:
 
     def mixture(self, block: nn.Module) -> Any:
         """Return the module of a block's experts; None where it has none."""
-        return dict(block.named_modules()).get(self.experts) if self.experts else None
+        return _inside(block, self.experts)
 
     def mlp_outputs(self, block: nn.Module) -> list[str]:
         """Return what puts out a block's MLP, or its experts and the MLP beside them: the paths of those it has."""
-        inside = dict(block.named_modules())
-        return [path for path in (self.down, self.experts, self.shared_down) if path and path in inside]
+        paths = (self.down, self.experts, self.shared_down)
+        return [path for path in paths if _inside(block, path) is not None]
 
     def has_mlp(self, block: nn.Module) -> bool:
         """Whether a block has an MLP that is no mixture of experts and that has a rank.
 
         Where attention is compressed every block has one, so that a wrong path is an error and not a block without.
         """
-        return bool(self.down) and (not self.whole_attention or self.down in dict(block.named_modules()))
+        return bool(self.down) and (not self.whole_attention or _inside(block, self.down) is not None)
 
     def cuts_mlp(self, block: nn.Module) -> bool:
         """Whether a block's MLP, or its experts, have a rank: not an MLP among layers of experts."""
@@ -248,8 +248,7 @@ class Architecture:
 
     def whole_mlp(self, block: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of an MLP among layers of experts, which has no rank; none where a block has no MLP."""
-        path = self.experts.rpartition(".")[0]
-        module = dict(block.named_modules()).get(path) if path else None
+        module = _inside(block, self.experts.rpartition(".")[0])
         mixing = [mixer for mixer, _as_pair in self.mixing(block)]
         return [] if module is None or module in mixing else list(module.parameters())
 
@@ -338,6 +337,11 @@ class Architecture:
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""
         return block.get_submodule(self.middle)
+
+
+def _inside(block: nn.Module, path: str) -> Any:
+    """Return a module of a block by its path; None where it has none, and for no path."""
+    return dict(block.named_modules()).get(path) if path else None
 
 
 DESCRIBED = ("name", "layers", "attention", "query", "key", "value", "output", "up", "down", "scale_query")

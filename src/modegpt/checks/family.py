@@ -59,6 +59,9 @@ def _typical(subject: Subject) -> nn.Module:
 def order(subject: Subject) -> tuple[str, str]:
     """Silence attention, then the MLP, of one block, and see which of its places hear the difference."""
     architecture, block = subject.architecture, _typical(subject)
+    attention = [module for module, _as_pair in architecture.mixing(block)]
+    if not attention:
+        return _stands_alone(subject, block)
     places = {"the MLP": block.get_submodule(architecture.experts or architecture.up[0])}
     if not architecture.parallel:
         places[f"`middle` ({architecture.middle})"] = architecture.middle_module(block)
@@ -73,11 +76,8 @@ def order(subject: Subject) -> tuple[str, str]:
         run_hooked(subject, hooks + [module.register_forward_hook(_silence) for module in silent])
         return inputs
 
-    attention = [module for module, _as_pair in architecture.mixing(block)]
     plain, silenced = heard(), {"attention": heard(attention)}
     silenced["the MLP"] = heard([block.get_submodule(architecture.experts or architecture.down)])
-    if not attention:
-        return _stands_alone(subject, block)
     if architecture.whole_attention and not _all_mixing_is_named(subject):
         place = "a block's sum" if architecture.parallel else f"`middle` ({architecture.middle})"
         return "failed", f"{place} depends on more than what is named: see mixers, middle"
