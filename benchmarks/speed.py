@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from common import RESULTS, default_model, save
-from modegpt.architectures import Dimensions, architecture_of
+from modegpt.architectures import architecture_of
 from modegpt.benchmark import BenchSettings, benchmark
 from modegpt.checkpoint import build, compressed_config
 from modegpt.loading.models import open_model
@@ -50,7 +50,7 @@ def random_model(shape: str, dtype: torch.dtype, device: str) -> PreTrainedModel
 def cut(dense: PreTrainedModel, sparsity: float, round_to: int) -> PreTrainedModel:
     """Return a compressed copy with the paper's uniform ranks, up to a multiple, whose weights are the leading ones."""
     architecture = architecture_of(dense.config)
-    dims = Dimensions.of(architecture, dense.config)
+    dims = architecture.dimensions(dense.config)
 
     def rank(full: int, step: int) -> int:
         step = math.lcm(step, round_to)

@@ -45,7 +45,7 @@ def first_block(model: PreTrainedModel) -> tuple[nn.Module, Architecture, Dimens
     architecture = architecture_of(model.config)
     blocks = ModelBlocks(model, architecture, consume=False)
     calibration = blocks.embed(torch.randint(50, (3, 8)), 2, HiddenStates())
-    dims = Dimensions.of(architecture, model.config)
+    dims = architecture.dimensions(model.config)
     return blocks.peek(0, torch.device("cpu")), architecture, dims, calibration
 
 
@@ -213,7 +213,7 @@ def test_hooks_see_every_token_once_and_leave_nothing_behind(preset):
     blocks = ModelBlocks(model, architecture, consume=False)
     calibration = blocks.embed(torch.randint(50, (5, 8)), 2, HiddenStates())
     assert [len(batch) for batch in calibration.hidden] == [2, 2, 1]
-    dims = Dimensions.of(architecture, model.config)
+    dims = architecture.dimensions(model.config)
     block = blocks.take(0, torch.device("cpu"))
     names = needed_moments(("mlp", "qk", "vo"), block, architecture, dims, CompressionConfig(solver=preset))
     moments = BlockMoments.zeros(dims, [*names, "key"])
@@ -241,7 +241,7 @@ def test_a_token_of_weight_n_counts_as_n_tokens(make):
     model = make()
     architecture = architecture_of(model.config)
     blocks = ModelBlocks(model, architecture, consume=False)
-    dims = Dimensions.of(architecture, model.config)
+    dims = architecture.dimensions(model.config)
     block = blocks.peek(0, torch.device("cpu"))
     windows, copies = torch.randint(50, (3, 8)), torch.tensor([1, 2, 3])
     weights = copies.double()[:, None].expand(3, 8)
@@ -275,7 +275,7 @@ def test_a_token_of_weight_n_counts_as_n_tokens(make):
 def test_solvers_ask_for_sums_where_a_bias_can_carry_the_mean(make, preset, expected):
     model = make()
     architecture = architecture_of(model.config)
-    dims = Dimensions.of(architecture, model.config)
+    dims = architecture.dimensions(model.config)
     block = ModelBlocks(model, architecture, consume=False).peek(0, torch.device("cpu"))
     names = needed_moments(("mlp", "qk", "vo"), block, architecture, dims, CompressionConfig(solver=preset))
     assert set(names) == expected
@@ -309,7 +309,7 @@ def test_which_tokens_count_does_not_hang_on_how_windows_are_shared():
     model = llama()
     architecture = architecture_of(model.config)
     blocks = ModelBlocks(model, architecture, consume=False)
-    dims = Dimensions.of(architecture, model.config)
+    dims = architecture.dimensions(model.config)
     block, windows = blocks.peek(0, torch.device("cpu")), torch.randint(50, (5, 7))
 
     def taken(places: torch.Tensor, offsets: list[torch.Tensor] | None) -> BlockMoments:

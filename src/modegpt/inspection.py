@@ -136,4 +136,4 @@ def _dense_sizes(path: Path, config: dict[str, Any]) -> tuple[Architecture, Dime
     opened: Any = compressed_class(f"{architecture.name}Config")
     opened = opened.from_pretrained(path)  # which reads what JSON has no word for, such as infinity
     architecture = architecture.resolve(opened)
-    return architecture, Dimensions.of(architecture, opened)
+    return architecture, architecture.dimensions(opened)

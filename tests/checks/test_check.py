@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from conformance.families import FAMILIES, SIZES, Family, tokens
 from modegpt import CompressionConfig, compress
-from modegpt.architectures import ARCHITECTURES, Dimensions, architecture_of
+from modegpt.architectures import ARCHITECTURES, architecture_of
 from modegpt.architectures.nemotron import NemotronHArchitecture
 from modegpt.checks.checking import CHECKS, run_checks
 from modegpt.checks.tiny import BY_LAYER, random_model, tiny_config
@@ -236,7 +236,7 @@ def test_a_tiny_model_keeps_every_switch(family: Family):
     tiny = tiny_config(config, family.architecture)
     assert type(tiny) is type(config)
     assert architecture_of(tiny).describe() == family.architecture.describe()
-    before, after = family.dims, Dimensions.of(architecture_of(tiny), tiny)
+    before, after = family.dims, architecture_of(tiny).dimensions(tiny)
     assert (before.n_heads == before.n_kv_heads) == (after.n_heads == after.n_kv_heads)
     assert (before.n_kv_heads == 1) == (after.n_kv_heads == 1)
     assert (before.rotary_dim / before.d_head) == (after.rotary_dim / after.d_head)

@@ -282,7 +282,7 @@ class Family:
 
     @property
     def dims(self) -> Dimensions:
-        return Dimensions.of(self.architecture, self.config())
+        return self.architecture.dimensions(self.config())
 
     def dense(self, seed: int = 0) -> Any:
         """Return the dense model, float32, every parameter random: biases and norms too, which start at 0 and 1."""

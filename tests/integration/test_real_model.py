@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import modegpt
 from conformance.helpers import densify
 from modegpt import CompressionConfig, MissingExtraError
-from modegpt.architectures import Dimensions, architecture_of
+from modegpt.architectures import architecture_of
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.commands.demo import model_file
 from modegpt.loading.models import open_model, open_tokenizer
@@ -58,7 +58,7 @@ def test_sparsity_zero_keeps_the_logits(dense: Any, tokens: torch.Tensor):
 def test_compressed_equals_dense_with_dropped_coordinates_zeroed(small: Path, dense: Any, tokens: torch.Tensor):
     compressed = AutoModelForCausalLM.from_pretrained(small)
     architecture = architecture_of(dense.config)
-    family: Any = SimpleNamespace(architecture=architecture, dims=Dimensions.of(architecture, dense.config))
+    family: Any = SimpleNamespace(architecture=architecture, dims=architecture.dimensions(dense.config))
     ids = tokens[:128].view(2, 64)
     with torch.no_grad():
         wide = densify(family, compressed, dense)(ids).logits

@@ -49,7 +49,7 @@ def model() -> Any:
 
 def sizes_of(model: Any) -> tuple[Architecture, Dimensions]:
     architecture = architecture_of(model.config)
-    return architecture, Dimensions.of(architecture, model.config)
+    return architecture, architecture.dimensions(model.config)
 
 
 def recorded(

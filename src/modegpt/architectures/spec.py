@@ -186,6 +186,30 @@ class Architecture:
             mlp_factor=float(said(self.mlp_factor)),
         )
 
+    def dimensions(self, config: Any) -> Dimensions:
+        """Read the sizes from a dense model's config."""
+        n_heads = config.num_attention_heads
+        d_head, n_kv_heads, rotary_dim = config.hidden_size // n_heads, n_heads, 0
+        if not self.whole_attention:  # else heads may differ from layer to layer, and nothing asks
+            d_head = getattr(config, "head_dim", None) or d_head
+            n_kv_heads = getattr(config, self.kv_heads, None) if isinstance(self.kv_heads, str) else self.kv_heads
+            rotary_dim = d_head if self.rotary else 0
+        rope = config.rope_parameters if self.partial_rotary else {}
+        # Proportional tables span the whole head, with angles of 0 behind the part that turns.
+        if rope.get("rope_type") != "proportional" and "partial_rotary_factor" in rope:
+            turned = int(d_head * rope["partial_rotary_factor"])
+            rotary_dim = turned + turned % 2  # half a pair is a whole one in transformers' tables
+        return Dimensions(
+            n_layers=config.num_hidden_layers,
+            d_model=config.hidden_size,
+            d_int=self.mlp_width(config),
+            d_head=d_head,
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads or n_heads,
+            rotary_dim=rotary_dim,
+            n_experts=getattr(config, self.n_experts) if self.experts else 0,
+        )
+
     def mlp_width(self, config: Any) -> int:
         """Return the width of a dense model's MLPs."""
         return getattr(config, self.width) or 4 * config.hidden_size

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..architectures import Architecture, Dimensions, architecture_of
+from ..architectures import Architecture, architecture_of
 from ..blocks import TOKENS_PER_BATCH, ModelBlocks, advance, run_block
 from ..decompose.psd import all_finite
 from ..errors import NumericalError
@@ -27,7 +27,7 @@ class Walk:
         """Embed the windows."""
         self.model, self.windows = model, windows
         self.architecture = architecture_of(model.config)
-        self.dims = Dimensions.of(self.architecture, model.config)
+        self.dims = self.architecture.dimensions(model.config)
         self.blocks = ModelBlocks(model, self.architecture, consume=False)
         self.layers = self.blocks.layers
         self.device = model.device

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..architectures import Dimensions, architecture_of
+from ..architectures import architecture_of
 from ..progress import Progress
 from . import compressed, family
 from .densify import in_float64
@@ -45,7 +45,7 @@ def run_checks(dense: Any, sparsity: float, progress: Progress | None = None) ->
         progress: called with `check`, the checks done and the checks in all.
     """
     architecture = architecture_of(dense.config)
-    dims = Dimensions.of(architecture, dense.config)
+    dims = architecture.dimensions(dense.config)
     windows = random_ids(max(8, TOKENS_PER_NEURON * dims.d_int // WINDOW), WINDOW, dense.config, seed=2)
     subject = Subject(dense, None, dense, architecture, dims)
     subject.dense = in_float64(dense) if subject.small else dense

@@ -51,7 +51,7 @@ def facts(config: PreTrainedConfig, architecture: Architecture, sparsity: float)
     Raises:
         InputError: so much cannot be removed; says the largest sparsity that can.
     """
-    dims = Dimensions.of(architecture, config)
+    dims = architecture.dimensions(config)
     blocks = decoder_layers(skeleton(config), architecture.describe())
     sizes = [layer_sizes(block, architecture, dims) for block in blocks]
     ranks = allocate("uniform", aligned(sizes, own_dtype(config).itemsize), sparsity).ranks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ..architectures import Architecture, Dimensions
+from ..architectures import Architecture
 
 VOCABULARY = 101
 D_HEAD = 16
@@ -30,7 +30,7 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         config: of a dense model; left as it is.
         architecture: its family, resolved.
     """
-    dims, small = Dimensions.of(architecture, config), copy.deepcopy(config)
+    dims, small = architecture.dimensions(config), copy.deepcopy(config)
     n_heads = 4
     d_head = D_HEAD
     sizes: dict[str, Any] = {

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..architectures import Architecture, Dimensions, architecture_of
+from ..architectures import Architecture, architecture_of
 from ..blocks import layers_prefix
 from ..checkpoint import assemble, check_output
 from ..decompose.psd import all_finite
@@ -110,7 +110,7 @@ def zeros(stock: PreTrainedModel, layers: list[dict[str, int]]) -> tuple[int, in
         layers: `config.modegpt["layers"]` of the compressed one.
     """
     architecture = architecture_of(stock.config)
-    dims, mlp, attention = Dimensions.of(architecture, stock.config), 0, 0
+    dims, mlp, attention = architecture.dimensions(stock.config), 0, 0
     for block, layer in zip(decoder_layers(stock, architecture.describe()), layers, strict=True):
         cost = architecture.rank_costs(dims, architecture.biases_of(block))
         if architecture.cuts_mlp(block):
@@ -138,7 +138,7 @@ def _stock(model: PreTrainedModel, consume: bool) -> PreTrainedModel:
     architecture = architecture_of(config)
     with torch.device("meta"):
         empty = stock_class._from_config(config)
-    targets, dims = decoder_layers(empty, architecture.describe()), Dimensions.of(architecture, config)
+    targets, dims = decoder_layers(empty, architecture.describe()), architecture.dimensions(config)
     prefix = layers_prefix(model, blocks)
     _check_names(empty, model)
     _check_shapes(architecture, empty, blocks)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..architectures import Dimensions, architecture_of
+from ..architectures import architecture_of
 from ..errors import InputError
 from ..formats.packed import BLOCKS, FLOATS, Packing, unpack, unpack_fours
 from ..formats.safetensors_merge import Entry, read_header
@@ -89,7 +89,7 @@ def stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
     block, _, key = name.partition(architecture.experts or name)
     gate, up, down = architecture.expert_files
     parts = {".gate_up_proj": (gate, up), ".up_proj": (up,), ".down_proj": (down,)}.get(key, ())
-    numbers = range(Dimensions.of(architecture, model.config).n_experts)
+    numbers = range(architecture.dimensions(model.config).n_experts)
     return _all(stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts)
 
 

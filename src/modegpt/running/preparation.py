@@ -241,7 +241,7 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
             notes = [f"the model was loaded whole, not streamed: {opened}"]
         run_in_turn(blocks.model)
         notes += about_text_part(whole)
-    dims = Dimensions.of(architecture, config)
+    dims = architecture.dimensions(config)
     return Source(name, config, architecture, dims, blocks, stored, generation_config, identity, notes)
 
 
