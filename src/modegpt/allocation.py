@@ -100,7 +100,9 @@ def allocate(
         return _one_width(sizes, sparsity, modules, round_to)
     slots, warnings = open_slots(sizes, modules, round_to)
     if not slots:
-        raise InputError(impossible(sparsity, 0.0, modules, max_sparsity, round_to))
+        reasons = f" ({'; '.join(warnings)})" if warnings else ""
+        bound = None if rule == "uniform" else max_sparsity
+        raise InputError(impossible(sparsity, 0.0, modules, bound, round_to) + reasons)
     if rule == "uniform":
         warnings += left_whole(sizes, MODULES, "nothing makes up for it under 'uniform'")
         sparsities = [sparsity] * len(sizes)
@@ -185,9 +187,10 @@ def _one_width(sizes: Sequence[LayerSizes], sparsity: float, modules: Sequence[s
     width = min(first.top, max(first.grain, steps * first.grain))
     if width == first.full:
         least = first.grain * a_neuron / total
+        neurons = "1 neuron of every layer is" if first.grain == 1 else f"{first.grain} neurons of every layer are"
         raise InputError(
-            f"sparsity {sparsity:g} is less than half of what {first.grain} neurons of every layer are, the least that "
-            f"can be removed: ask for {math.ceil(least * 1e4) / 1e4:g}, or round to less"
+            f"sparsity {sparsity:g} is less than half of what {neurons}, the least that can be removed: ask for "
+            f"{math.ceil(least * 1e4) / 1e4:g}{', or round to less' if round_to > 1 else ''}"
         )
     cut = {slot.layer for slot in slots}
     ranks = [{**size.full, "mlp": width} if layer in cut else dict(size.full) for layer, size in enumerate(sizes)]

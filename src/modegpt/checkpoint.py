@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import modeling_modegpt
 from .architectures import Architecture
 from .errors import InputError
+from .formats.safetensors_merge import Entry
 from .modeling_modegpt import FORMAT_VERSION, PREFIX, auto_map, compressed_class
 
 REPORT_NAME = "report.json"
@@ -62,17 +64,28 @@ def check_output(
     if path.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     for what, read in (("model", model), ("calibration text", text)):
-        if read is not None and Path(read).exists() and _holds(path, Path(read)):
+        if read is not None and Path(read).exists() and holds(path, Path(read)):
             raise InputError(f"output '{out}' holds the {what} '{read}' and would replace it: choose another folder")
-    if path.exists() and _holds(path, Path.cwd()):
+    if path.exists() and holds(path, Path.cwd()):
         raise InputError(f"output '{out}' is or holds the folder that the call is made in: choose another")
     if path.resolve().is_mount():  # the last step, a rename, would be refused after all the work
         raise InputError(f"output '{out}' is a mount point, which cannot be replaced: give a folder inside it")
     if path.exists() and not overwrite:
         raise InputError(f"output folder '{out}' exists; choose another, or add --overwrite to replace it")
+    if path.exists() and not os.access(path, os.W_OK | os.X_OK):  # a folder that is moved must be writable itself
+        raise InputError(f"output folder '{out}' cannot be written to, so it cannot be replaced: choose another")
 
 
-def _holds(folder: Path, other: Path) -> bool:
+def check_apart(out: Path, files: Mapping[str, Entry]) -> None:
+    """Raise `InputError` if a file of the weights that are read lies in `out`, wherever links lead."""
+    for path in dict.fromkeys(entry.path for entry in files.values()):
+        if out.exists() and (holds(out, path) or holds(out, path.parent)):
+            raise InputError(f"output '{out}' holds '{path}', which the model is read from: choose another folder")
+
+
+def holds(folder: Path, other: Path) -> bool:
+    """Whether a path is a folder, or in it, wherever links lead."""
+    """Whether a path is a folder, or in it, wherever links lead."""
     return other.resolve().is_relative_to(folder.resolve())
 
 

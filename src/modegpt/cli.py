@@ -81,7 +81,7 @@ def compress(
     from .commands.progress_bar import ProgressBar
     from .compress import compress_to_folder
     from .pages.html_report import require_extra, write_report
-    from .running.distributed import leave_team
+    from .running.distributed import leave_team, started_together
 
     if page:
         require_extra()
@@ -90,7 +90,7 @@ def compress(
             model, calibration, out, config, overwrite=overwrite, resume=resume, progress=progress
         )
     leave_team()
-    if os.environ.get("RANK", "0") != "0":  # under torchrun, one process speaks for all
+    if started_together() and os.environ["RANK"] != "0":  # one process speaks for all
         return
     emit(report, json_file)
     if page:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .checkpoint import build, check_output
+from .checkpoint import build, check_apart, check_output
 from .config import CompressionConfig
 from .errors import InputError
 from .loading.models import resolve_device
+from .loading.shards import ShardBlocks
 from .progress import Progress
 from .report import Stopwatch
 from .running.distributed import join_team
@@ -107,8 +108,18 @@ def compress_to_folder(
         return finished
     check_output(out, overwrite)
     check_generation(run.source)
+    if isinstance(run.source.blocks, ShardBlocks):
+        check_apart(out, run.source.blocks.files)
+    partial, refusal = None, None
+    if run.team.is_main:
+        try:
+            partial = PartialCheckpoint(out, identity, resume, overwrite)
+        except InputError as problem:
+            refusal = problem
+    if (refusal := run.team.agree(refusal)) is not None:
+        raise refusal
     with lent(model):
-        report = run.to_folder(PartialCheckpoint(out, identity, resume, overwrite) if run.team.is_main else None)
+        report = run.to_folder(partial)
     run.team.agree(None)  # so that no process looks for the folder before the main one has put it there
     return report
 

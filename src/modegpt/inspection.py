@@ -132,7 +132,12 @@ def _element_bytes(tensors: dict[str, Entry]) -> int:
 
 def _dense_sizes(path: Path, config: dict[str, Any]) -> tuple[Architecture, Dimensions]:
     """Return the family and the sizes of the dense model that a checkpoint came from."""
-    architecture = ARCHITECTURES[config["model_type"].removeprefix(MODEL_TYPE_PREFIX)]
+    kind = str(config.get("model_type")).removeprefix(MODEL_TYPE_PREFIX)
+    if kind not in ARCHITECTURES:
+        raise InputError(
+            f"'{path}' is of model_type '{kind}', which this version does not know: install a newer modegpt"
+        )
+    architecture = ARCHITECTURES[kind]
     opened: Any = compressed_class(f"{architecture.name}Config")
     opened = opened.from_pretrained(path)  # which reads what JSON has no word for, such as infinity
     architecture = architecture.resolve(opened)

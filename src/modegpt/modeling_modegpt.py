@@ -296,6 +296,10 @@ def _as_pairs(cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> tuple[Tensor,
     return cos.unflatten(-1, shape)[..., None, None, :], sin.unflatten(-1, shape).movedim(2, -2).unsqueeze(-3)
 
 
+class _Buffers(list[dict[str, Any]]):
+    """A list that `torch.export` leaves as it is: plain lists and dicts it writes back as copies, full of fakes."""
+
+
 class CompressedRotary:
     """Mixin in front of a stock rotary embedding: when one token is decoded, gathers for all layers at once."""
 
@@ -395,7 +399,7 @@ class CompressedModel(_ModelBase):
         rotary: Any = getattr(self.base_model, "rotary_emb", None)
         if rotary is not None and attentions and not isinstance(rotary, CompressedRotary):
             rotary.__class__ = compressed_rotary_class(type(rotary))
-            rotary._indices = [attention._buffers for attention in attentions]
+            rotary._indices = _Buffers(attention._buffers for attention in attentions)
             for place, attention in enumerate(attentions):
                 attention._place = place
 

@@ -7,10 +7,13 @@ import pytest
 import torch
 from test_layers import SIZES, llama, quiet, windows
 from torch import Tensor, nn
-from transformers import LlamaConfig, OPTConfig
+from transformers import LlamaConfig, OPTConfig, Qwen3Config, StableLmConfig
 
-from modegpt.baselines import BASELINES
+from modegpt.baselines import BASELINES, slicegpt
+from modegpt.baselines.walk import Decoder
 from modegpt.checks.tiny import random_model
+
+READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
 
 def opt() -> Any:
@@ -132,3 +135,19 @@ def turn(linear: nn.Linear, gain: Tensor, basis: Tensor) -> None:
 
 def normed(states: Tensor, d_model: int) -> Tensor:
     return states / (states.square().sum(-1, keepdim=True) / d_model + 1e-6).sqrt()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "stablelm"])
+def test_what_cannot_be_folded_away_counts(family: str):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    kinds = {"qwen3": Qwen3Config, "stablelm": StableLmConfig}
+    model = random_model(kinds[family](vocab_size=61, num_key_value_heads=2, **sizes), seed=0)
+    decoder = Decoder(model)
+    block = decoder.layers[0]
+    held = sum(parameter.numel() for parameter in block.parameters())
+    norms = [block.input_layernorm, block.post_attention_layernorm]
+    folded = sum(parameter.numel() for norm in norms for parameter in norm.parameters())
+    # At full rank all but what is folded, the two rotations, and the biases that take over those of the norms.
+    added = sum(linear.out_features for name, linear in block.named_modules() if name.endswith(READERS))
+    biases = added if family == "stablelm" else 0
+    assert slicegpt._sliced_parameters(decoder, 32) == 2 * (held - folded + 2 * 32**2 + biases)

@@ -1,5 +1,7 @@
 """FLAP and Wanda-sp: which heads and neurons go, and what is put in their place."""
 
+import gc
+
 import pytest
 import torch
 from test_layers import SIZES, llama, quiet, windows
@@ -9,6 +11,7 @@ from transformers import GPT2Config, LlamaConfig
 from modegpt.baselines import BASELINES
 from modegpt.baselines.flap import Spread
 from modegpt.checks.tiny import random_model
+from modegpt.hidden_states import HiddenStates
 
 
 def test_spread_is_mean_and_variance():
@@ -138,3 +141,10 @@ def test_wanda_takes_the_lowest_weight_times_input():
     heads = (block.self_attn.o_proj.weight.abs().mean(0) * read[0].norm(dim=0)).view(2, -1).sum(1)
     half = BASELINES["wanda-sp"].start(dense, ids, quiet)(0.5).model.model.layers[0].self_attn.o_proj.weight
     assert (half.view(32, 2, -1) == 0).all(2).all(0).tolist() == [heads[0] < heads[1], heads[1] < heads[0]]
+
+
+def test_flap_keeps_no_hidden_states():
+    at = BASELINES["flap"].start(llama(), windows(), quiet)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if isinstance(found, HiddenStates) and len(found)]
+    assert at(0.2).share >= 0.2

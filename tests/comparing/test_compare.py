@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, PhiConfig
 from typer.testing import CliRunner, Result
 
 from modegpt import CompressionConfig, InputError, compress, perplexity
+from modegpt.baselines import BASELINES
+from modegpt.baselines.walk import layer_parameters
 from modegpt.calibration import load_text, tokenize
 from modegpt.checks.tiny import random_model
 from modegpt.cli import app
@@ -214,3 +217,63 @@ def test_a_method_that_does_not_know_the_family_is_told_first(
 def test_the_dense_model_on_disk_is_not_touched(compared: tuple[Any, Path], tiny_llama_dir: Path):
     assert {file.name for file in compared[1].iterdir()} == {"compare.json", "rows"}
     assert AutoModelForCausalLM.from_pretrained(tiny_llama_dir).config.model_type == "llama"
+
+
+def test_other_files_in_its_folders_outlive_an_overwrite(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    call = (tiny_llama_dir, small_text_file, tmp_path, ["shortgpt"])
+    (tmp_path / "rows").mkdir()
+    for name, text in (("thesis.csv", "years"), ("notes.json", '{"mine": 1}')):
+        (tmp_path / "rows" / name).write_text(text)
+    compare(*call, [0.5], CONFIG, measures(small_text_file))
+    compare(*call, [0.25], CONFIG, measures(small_text_file), overwrite=True)
+    own = {"dense.json", "shortgpt-0.25.json"}
+    assert {file.name for file in (tmp_path / "rows").iterdir()} == {"thesis.csv", "notes.json", *own}
+
+
+def test_what_is_read_is_not_in_what_is_written(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    inside = tmp_path / "rows" / "text.txt"
+    inside.parent.mkdir()
+    inside.write_bytes(small_text_file.read_bytes())
+    for calibration, data in ((inside, small_text_file), (small_text_file, inside)):
+        with pytest.raises(InputError, match=r"rows' holds '.*text\.txt', which is read"):
+            compare(tiny_llama_dir, calibration, tmp_path, ["paper"], [0.5], CONFIG, measures(data), overwrite=True)
+    assert inside.is_file()
+
+
+def test_texts_in_another_order_are_another_comparison(
+    tiny_llama_dir: Path, small_text_file: Path, small_text: str, tmp_path: Path
+):
+    other, again = tmp_path / "other.txt", tmp_path / "again.txt"
+    other.write_text(small_text[20_000:], encoding="utf-8")
+    again.write_text(small_text[20_000:], encoding="utf-8")
+    call = (tiny_llama_dir, small_text_file, tmp_path / "c", ["shortgpt"], [0.5], CONFIG)
+
+    def on(*texts: Path) -> Measures:
+        return Measures(data=tuple(map(str, texts)), seq_len=64, max_windows=4, rounds=0)
+
+    first = compare(*call, on(small_text_file, other))
+    with pytest.raises(InputError, match="its evaluation text 1 is"):
+        compare(*call, on(other, small_text_file))
+    # The same text by another name is the same.
+    assert compare(*call, on(small_text_file, again))["rows"] == first["rows"]
+
+
+@pytest.mark.parametrize("text", ["{}", '{"fingerprint": 3}', "[]"])
+def test_a_row_that_is_something_else_is_told(text: str, tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "dense.json").write_text(text)
+    with pytest.raises(InputError, match=r"dense\.json' is something else than this program wrote"):
+        compare(tiny_llama_dir, small_text_file, tmp_path, ["shortgpt"], [0.5], CONFIG, measures(small_text_file))
+
+
+@pytest.mark.parametrize("method", ["flap", "wanda-sp", "svd-llm", "slicegpt"])
+def test_the_most_that_a_method_can_remove_is_known_before(method: str, tiny_llama_dir: Path, small_text_file: Path):
+    dense = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    windows, total = torch.arange(64).view(2, 32), sum(layer_parameters(dense))
+    baseline = BASELINES[method]
+    at, most = baseline.start(dense, windows, lambda *_stage: None), baseline.most(dense)
+    assert 0 < most <= total
+    # To the parameter for those that cut all at once; wanda-sp rounds its units up in every block.
+    assert at(most / total).removed == pytest.approx(most, abs=1 if method != "wanda-sp" else total / 50)
+    with pytest.raises(InputError, match=f"{method} can remove"):
+        at(most / total + 0.01)

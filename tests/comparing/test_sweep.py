@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,3 +261,13 @@ def test_texts_of_one_name_are_two_curves(tiny_llama_dir: Path, small_text_file:
     drawn = (tmp_path / "s" / "perplexity.svg").read_text()
     for text in texts:
         assert text.parent.name + "/text.txt" in drawn
+
+
+def test_the_model_is_not_in_what_is_written(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    model = tmp_path / "models" / "llama"
+    shutil.copytree(tiny_llama_dir, model)
+    (tmp_path / "points").mkdir()
+    with pytest.raises(InputError, match=r"models' holds '.*llama', which is read"):
+        sweep(model, small_text_file, tmp_path, [0.3], CONFIG, measures(small_text_file), overwrite=True)
+    sweep(tiny_llama_dir, small_text_file, tmp_path, [0.3], CONFIG, measures(small_text_file), overwrite=True)
+    assert (model / "config.json").is_file()

@@ -164,7 +164,8 @@ ROUTED = 1e-5
 """Where the router computes in float32, in a float64 model too: its shares round at 6e-8, and the logits are near 10. A
 token that was sent elsewhere would change them by their own size."""
 SCORES = 1e-5
-"""Where the stock scores are float32, in a float64 model too: of size ten as logits are, they round at 6e-7."""
+"""Where the stock scores are float32, in a float64 model too: of size ten as logits are, they round at 6e-7. Where the
+softmax alone is (capped scores have no other kernel), a row of another length may round otherwise."""
 MULTIPLIERS: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "attention_multiplier": 0.25,
@@ -342,6 +343,7 @@ FAMILIES = [
     Family(
         "gemma2",
         lambda: Gemma2Config(**SIZES, **GROUPED, **CAPPED),
+        stepwise=SCORES,
     ),
     Family(
         "gemma3_text",
@@ -883,6 +885,7 @@ FAMILIES = [
     Family(
         "vaultgemma",
         lambda: VaultGemmaConfig(**SIZES, **GROUPED, **CAPPED),
+        stepwise=SCORES,
     ),
     # From here to LFM2 what mixes tokens stays whole, and MLPs alone are cut.
     Family(

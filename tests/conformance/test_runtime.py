@@ -145,3 +145,17 @@ def test_torchao_weight_only_on_top(pair: Pair, folders: dict[str, Path]):
     expected = logits(pair.compressed, tokens())
     # Rounding weights to 8 bits by row is relative 2^-8 at worst; over three layers it stays within a tenth.
     assert (logits(loaded, tokens()) - expected).norm() < 0.1 * expected.norm()
+
+
+def test_exporting_a_model_leaves_it_as_it_was(pair: Pair):
+    if pair.family.name not in ("llama-tied", "gpt2", "gemma3_text"):
+        pytest.skip("one with a rotary embedding, one without, and one with two are enough")
+    model, ids = copy.deepcopy(pair.compressed), tokens(rows=1, length=9)
+    before = model.generate(ids, max_new_tokens=3, do_sample=False)
+    exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == before.tolist()
+    one = torch.export.export(model, (), {"input_ids": ids[:, :1], "use_cache": False})
+    with torch.no_grad():
+        for program, part in ((exported, ids), (one, ids[:, :1])):
+            found = program.module()(input_ids=part, use_cache=False).logits
+            torch.testing.assert_close(found, model(part, use_cache=False).logits)

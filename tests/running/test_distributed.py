@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, MixtralConfig
 
 from modegpt.checks.tiny import random_model
+from modegpt.running.distributed import STARTED, Team, join_team, started_together
+from modegpt.running.partial import PartialCheckpoint
 
 COMMAND = ["--calibration", "python-docs", "--sparsity", "0.3", "--samples", "7", "--seq-len", "64"]
 
@@ -88,3 +90,47 @@ def _worker_of(launcher: int, rank: int) -> int | None:
         if parent == launcher and f"RANK={rank}".encode() in environment:
             return int(folder.name)
     return None
+
+
+@pytest.mark.parametrize(
+    "said", [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": ""}, {"RANK": "3"}, {"RANK": "1", "WORLD_SIZE": "4"}]
+)
+def test_a_part_of_what_torchrun_says_is_no_torchrun(said: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    for name in STARTED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert not started_together()
+    assert join_team(torch.device("cpu")) == Team()
+
+
+def test_processes_keep_hidden_states_beside_the_output(tiny_llama_dir: Path, tmp_path: Path):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    seen = "import glob, sys, tempfile; from pathlib import Path; from modegpt.compress import compress_to_folder\n"
+    seen += "import torch; from modegpt import CompressionConfig\n"
+    seen += "out, places = Path(sys.argv[2]), []\n"
+    seen += "note = lambda *_: places.append(len(glob.glob(f'{out}.partial/hidden/modegpt-hidden-*')))\n"
+    seen += "config = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver='paper', max_host_memory=1)\n"
+    seen += "compress_to_folder(sys.argv[1], torch.arange(128).view(4, 32), out, config, progress=note)\n"
+    # Of both processes, though the main one alone hears of steps.
+    seen += "assert not places or max(places) >= 2, places\n"
+    script = tmp_path / "seen.py"
+    script.write_text(seen)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    told = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run([*command, str(tiny_llama_dir), str(tmp_path / "out")], env=told, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    assert (tmp_path / "out" / "report.json").is_file()
+
+
+def test_a_call_that_the_main_process_refuses_ends_all_with_its_reason(tiny_llama_dir: Path, tmp_path: Path):
+    PartialCheckpoint(tmp_path / "out", {"setting": 1}, False, False).release()
+    command = torchrun(2, str(tiny_llama_dir), "--calibration", "python-docs", "--samples", "4")
+    done = subprocess.run(
+        [*command, "--seq-len", "32", "--out", str(tmp_path / "out"), "--sparsity", "0.25"],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "holds an unfinished run: continue it with --resume" in done.stderr
+    assert "has died" not in done.stderr

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from modegpt import CompressionConfig, InputError, NumericalError
 from modegpt.checkpoint import check_output
 from modegpt.compress import compress, compress_to_folder
+from modegpt.errors import WriteError
 from modegpt.running import partial
 from modegpt.running.partial import PartialCheckpoint
 
@@ -302,3 +303,71 @@ def test_all_is_on_the_device_before_it_has_its_name(
     compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "out", CONFIG)
     assert len(asked) > 1
     assert asked[-1] == "model"
+
+
+def test_two_runs_do_not_write_to_one_place(tmp_path: Path):
+    first = PartialCheckpoint(tmp_path / "out", RUN, False, False)
+    for resume, overwrite in ((False, False), (True, False), (False, True), (True, True)):
+        with pytest.raises(InputError, match=r"another run is writing to '.*out\.partial'"):
+            PartialCheckpoint(tmp_path / "out", RUN, resume, overwrite)
+    first.release()
+    second = PartialCheckpoint(tmp_path / "out", {"setting": 2}, False, True)
+    with pytest.raises(InputError, match="another run"):
+        PartialCheckpoint(tmp_path / "out", {"setting": 2}, True, False)
+    second.discard()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path: Path):
+    begin = "import sys, time; from pathlib import Path; from modegpt.running.partial import PartialCheckpoint\n"
+    begin += "own = PartialCheckpoint(Path(sys.argv[1]), {'setting': 1}, False, False); print('begun', flush=True)\n"
+    running = subprocess.Popen(
+        [sys.executable, "-c", begin + "time.sleep(60)", str(tmp_path / "out")], stdout=subprocess.PIPE
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline().strip() == b"begun"
+    with pytest.raises(InputError, match="another run"):
+        PartialCheckpoint(tmp_path / "out", RUN, True, False)
+    running.kill()
+    running.wait()
+    PartialCheckpoint(tmp_path / "out", RUN, True, False)
+
+
+def test_a_folder_that_appears_during_a_run_is_not_replaced(tiny_llama_dir: Path, tmp_path: Path):
+    out = tmp_path / "out"
+
+    def appear(_stage: str, _done: int, _total: int) -> None:
+        out.mkdir(exist_ok=True)
+        (out / "mine.txt").write_text("precious")
+
+    with pytest.raises(WriteError, match="was not there when this run began"):
+        compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, progress=appear)
+    assert [file.name for file in out.iterdir()] == ["mine.txt"]
+    out.rename(tmp_path / "away")
+    told: list[str] = []
+    compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, resume=True, progress=lambda *say: told.append(say[0]))
+    assert (out / "report.json").is_file()
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"other": 1}', '{"dtype": "float64", "values": [null]}'])
+def test_kept_scores_that_are_something_else_are_made_again(tmp_path: Path, text: str):
+    partial = PartialCheckpoint(tmp_path / "out", RUN, False, False)
+    (partial.folder / "scores.json").write_text(text)
+    assert partial.read_tensor("scores") is None
+
+
+def test_what_cannot_be_removed_is_known_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    partial_run = PartialCheckpoint(tmp_path / "out", RUN, False, False)
+    with monkeypatch.context() as patch:
+        patch.setattr(partial.shutil, "rmtree", lambda *_args, **_options: None)  # as where a folder is read-only
+        partial_run.discard()
+    partial_run.release()
+    PartialCheckpoint(tmp_path / "out", {"setting": 2}, False, True).discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_windows_of_another_shape_are_another_run(tiny_llama_dir: Path, tmp_path: Path):
+    compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "out", CONFIG)
+    with pytest.raises(InputError, match="its calibration tokens is"):
+        compress_to_folder(tiny_llama_dir, WINDOWS.view(8, 16), tmp_path / "out", CONFIG, resume=True)

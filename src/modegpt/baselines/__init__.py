@@ -9,11 +9,13 @@ speed and memory cannot be seen here.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from transformers import PreTrainedModel
+
 from ..architectures import Architecture
 from . import flap, shortgpt, sleb, slicegpt, svd_llm, wanda_sp
-from .reduced import Reduced, Start
+from .reduced import Reduced, Start, require
 from .units import shared_heads
-from .walk import not_plain
+from .walk import layer_parameters, not_plain
 
 
 class Baseline(NamedTuple):
@@ -24,6 +26,8 @@ class Baseline(NamedTuple):
     """What it removes, in a few words."""
     refuses: Callable[[Architecture], str | None] = not_plain
     """Returns why it cannot be tried on a family; None where it can."""
+    most: Callable[[PreTrainedModel], int] = lambda dense: sum(layer_parameters(dense))
+    """Returns the parameters of a model's blocks that it can remove at most, whatever the text."""
 
 
 def _takes_every_family(_architecture: Architecture) -> str | None:
@@ -33,11 +37,15 @@ def _takes_every_family(_architecture: Architecture) -> str | None:
 BASELINES: dict[str, Baseline] = {
     "shortgpt": Baseline(shortgpt.start, "layers, by Block Influence", _takes_every_family),
     "sleb": Baseline(sleb.start, "layers, one after another by the loss without each", _takes_every_family),
-    "flap": Baseline(flap.start, "heads and neurons that vary little; biases take over their means", shared_heads),
-    "wanda-sp": Baseline(wanda_sp.start, "heads and neurons, by weight times input", shared_heads),
-    "svd-llm": Baseline(svd_llm.start, "ranks of every matrix, by SVD in whitened inputs"),
-    "slicegpt": Baseline(slicegpt.start, "directions of the residual stream, by PCA", slicegpt.not_plain_sums),
+    "flap": Baseline(
+        flap.start, "heads and neurons that vary little; biases take over their means", shared_heads, flap.most
+    ),
+    "wanda-sp": Baseline(wanda_sp.start, "heads and neurons, by weight times input", shared_heads, wanda_sp.most),
+    "svd-llm": Baseline(svd_llm.start, "ranks of every matrix, by SVD in whitened inputs", most=svd_llm.most),
+    "slicegpt": Baseline(
+        slicegpt.start, "directions of the residual stream, by PCA", slicegpt.not_plain_sums, slicegpt.most
+    ),
 }
 """By the name that `modegpt compare` knows it by."""
 
-__all__ = ["BASELINES", "Baseline", "Reduced"]
+__all__ = ["BASELINES", "Baseline", "Reduced", "require"]

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from ..architectures.access import affine
 from ..progress import Progress
 from .reduced import Reduced, reaches, unreachable
-from .units import by_group, costs, readers, remove
-from .walk import Walk, blocks_of, layer_parameters, reading
+from .units import by_group, costs, n_groups, readers, remove
+from .walk import Decoder, Walk, blocks_of, layer_parameters, reading
 
 
 def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
@@ -41,11 +41,9 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
             for module, variance in zip(modules, spread.variances(), strict=True)
         )
         scores += [by_group(_standard(attention.square()), walk).mean(1), _standard(mlp)]
-    prices = [cost for block in walk.layers for cost in costs(walk, block)]
-    projections = [module for block in walk.layers for module in readers(walk, block)]
-    # What a projection must get, once, for the first of its units that goes.
-    entries = [0 if affine(module).bias is not None else walk.dims.d_model for module in projections]
-    total = sum(layer_parameters(dense))
+    del walk  # with all hidden states: what is returned lives on
+    decoder, total = Decoder(dense), sum(layer_parameters(dense))
+    prices, entries = _prices(decoder)
 
     @torch.no_grad()
     def at(sparsity: float) -> Reduced:
@@ -53,12 +51,27 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
         if not reaches(removed, sparsity, total):
             raise unreachable("flap", removed / total, sparsity)
         model = copy.deepcopy(dense)
-        for index, module in enumerate(m for block in blocks_of(model) for m in readers(walk, block)):
+        for index, module in enumerate(m for block in blocks_of(model) for m in readers(decoder, block)):
             features = kept[index].repeat_interleave(len(means[index]) // len(kept[index]))
             remove(module, features, means[index])
         return Reduced(model, removed, removed / total)
 
     return at
+
+
+def most(dense: PreTrainedModel) -> int:
+    """Return the parameters that go if every unit does, less those of the biases."""
+    decoder = Decoder(dense)
+    prices, entries = _prices(decoder)
+    units = [n_groups(decoder.dims), decoder.dims.d_int] * len(decoder.layers)
+    return sum(price * count for price, count in zip(prices, units, strict=True)) - sum(entries)
+
+
+def _prices(decoder: Decoder) -> tuple[list[int], list[int]]:
+    """Return, by projection, what one of its units holds, and what it must get for the first of them that goes."""
+    prices = [cost for block in decoder.layers for cost in costs(decoder, block)]
+    projections = [module for block in decoder.layers for module in readers(decoder, block)]
+    return prices, [0 if affine(module).bias is not None else decoder.dims.d_model for module in projections]
 
 
 def _standard(scores: Tensor) -> Tensor:

@@ -34,6 +34,12 @@ def unreachable(method: str, most: float, sparsity: float) -> InputError:
     )
 
 
+def require(method: str, most: int, sparsity: float, total: int) -> None:
+    """Raise `InputError` if the most parameters that a method can remove are less than a share of all."""
+    if not reaches(most, sparsity, total):
+        raise unreachable(method, most / total, sparsity)
+
+
 Start = Callable[[PreTrainedModel, Tensor, Progress], Callable[[float], Reduced]]
 """A method: looks at a dense model on `(samples, seq_len)` calibration windows, and returns what makes the model of a
 sparsity: the one that removes least of all that remove as much. Scores that do not depend on the sparsity are taken

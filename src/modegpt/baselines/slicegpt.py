@@ -19,7 +19,7 @@ from ..architectures.access import affine
 from ..decompose import psd
 from ..progress import Progress
 from .reduced import Reduced, reaches, unreachable
-from .walk import Walk, layer_parameters, not_plain
+from .walk import Decoder, Walk, layer_parameters, not_plain
 
 
 def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
@@ -55,6 +55,11 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     return at
 
 
+def most(dense: PreTrainedModel) -> int:
+    """Return the parameters that go if one direction stays."""
+    return sum(layer_parameters(dense)) - _sliced_parameters(Decoder(dense), 1)
+
+
 def not_plain_sums(architecture: Architecture) -> str | None:
     """Return why a family's blocks do not add attention and MLP, one after the other and as they are, to the stream."""
     sums = architecture.adds_mlp and not architecture.mlp_norm and architecture.mlp_factor == 1
@@ -63,19 +68,25 @@ def not_plain_sums(architecture: Architecture) -> str | None:
     return not_plain(architecture)
 
 
-def _sliced_parameters(walk: Walk, rank: int) -> int:
-    """Return the parameters of all blocks on `rank` directions: norms are folded into weights, two `Q` are added."""
-    total = 0
-    for index, block in enumerate(walk.layers):
-        behind = walk.dims.d_model if index == len(walk.layers) - 1 else rank
-        writers = [walk.architecture.projection(block, role) for role in ("output", "down")]
+def _sliced_parameters(decoder: Decoder, rank: int) -> int:
+    """Return the parameters of all blocks on `rank` directions.
+
+    Two `Q` are added. The norms before attention and MLP are folded into the weights that read them, with their biases
+    into those of the weights, which get some where they have none; norms of queries and keys stay.
+    """
+    total, architecture = 0, decoder.architecture
+    for index, block in enumerate(decoder.layers):
+        behind = decoder.dims.d_model if index == len(decoder.layers) - 1 else rank
+        writers = [architecture.projection(block, role) for role in ("output", "down")]
+        biased = getattr(architecture.middle_module(block), "bias", None) is not None
         total += rank * (rank + behind)
-        for module in walk.architecture.linears(block):
+        total += sum(parameter.numel() for norm in architecture.norms(block) for parameter in norm.parameters())
+        for module in architecture.linears(block):
             weight, bias = affine(module)
             if module in writers:
                 total += (rank, behind)[writers.index(module)] * (weight.shape[1] + (bias is not None))
             else:
-                total += len(weight) * (rank + (bias is not None))
+                total += len(weight) * (rank + (biased or bias is not None))
     return total
 
 

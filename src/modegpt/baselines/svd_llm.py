@@ -17,7 +17,7 @@ from ..decompose import psd
 from ..modeling_modegpt import ROLES
 from ..progress import Progress
 from .reduced import Reduced, reaches, unreachable
-from .walk import Walk, blocks_of, layer_parameters, reading
+from .walk import Decoder, Walk, blocks_of, layer_parameters, reading
 
 
 def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
@@ -30,13 +30,8 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     @torch.no_grad()
     def at(sparsity: float) -> Reduced:
         walk, model = Walk(dense, windows), copy.deepcopy(dense)
-        architecture, dims, total = walk.architecture, walk.dims, sum(layer_parameters(dense))
-        layouts = [Layout.dense(architecture, architecture.block_dims(block, dims)) for block in walk.layers]
-        shapes = [
-            part.weight.shape
-            for layout, block in zip(layouts, walk.layers, strict=True)
-            for part in _parts(layout.read(block))
-        ]
+        architecture, total = walk.architecture, sum(layer_parameters(dense))
+        layouts, shapes = _layouts(walk)
         held = sum(shape.numel() for shape in shapes)
         stays = 1 - sparsity * total / held
         removed = held - sum(_rank(shape, stays) * sum(shape) for shape in shapes)
@@ -67,6 +62,19 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
         return Reduced(model, removed, removed / total)
 
     return at
+
+
+def most(dense: PreTrainedModel) -> int:
+    """Return the parameters that go if one rank stays of every matrix."""
+    return sum(shape.numel() - sum(shape) for shape in _layouts(Decoder(dense))[1])
+
+
+def _layouts(decoder: Decoder) -> tuple[list[Layout], list[torch.Size]]:
+    """Return where each block has its matrices, and the shapes of all of them."""
+    architecture, dims, blocks = decoder.architecture, decoder.dims, decoder.layers
+    layouts = [Layout.dense(architecture, architecture.block_dims(block, dims)) for block in blocks]
+    pairs = zip(layouts, blocks, strict=True)
+    return layouts, [part.weight.shape for layout, block in pairs for part in _parts(layout.read(block))]
 
 
 def _parts(weights: BlockWeights) -> list[Affine]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..architectures import Architecture, Dimensions
 from ..architectures.access import affine
 from ..running.preparation import layer_sizes
-from .walk import Walk, not_plain
+from .walk import Decoder, not_plain
 
 
 class Costs(NamedTuple):
@@ -35,23 +35,23 @@ def n_groups(dims: Dimensions) -> int:
     return dims.n_kv_heads if dims.n_kv_heads > 1 else dims.n_heads
 
 
-def costs(walk: Walk, block: nn.Module) -> Costs:
+def costs(decoder: Decoder, block: nn.Module) -> Costs:
     """Return what a block's groups and neurons hold, biases included."""
-    dims, cost = walk.dims, layer_sizes(block, walk.architecture, walk.dims).cost
+    dims, cost = decoder.dims, layer_sizes(block, decoder.architecture, decoder.dims).cost
     if dims.n_kv_heads > 1 or dims.n_heads == 1:
         return Costs((cost["qk"] + cost["vo"]) * dims.d_head // n_groups(dims), cost["mlp"])
-    query = affine(walk.architecture.projection(block, "query"))
+    query = affine(decoder.architecture.projection(block, "query"))
     return Costs(dims.d_head * (2 * dims.d_model + (query.bias is not None)), cost["mlp"])
 
 
-def readers(walk: Walk, block: nn.Module) -> list[Any]:
+def readers(decoder: Decoder, block: nn.Module) -> list[Any]:
     """Return the modules that read what heads and what neurons put out: the output and the down projection."""
-    return [walk.architecture.projection(block, role) for role in ("output", "down")]
+    return [decoder.architecture.projection(block, role) for role in ("output", "down")]
 
 
-def by_group(features: Tensor, walk: Walk) -> Tensor:
+def by_group(features: Tensor, decoder: Decoder) -> Tensor:
     """Return the features of the output projection's input, `(n_heads·d_head,)`, as `(groups, features of one)`."""
-    return features.view(n_groups(walk.dims), -1)
+    return features.view(n_groups(decoder.dims), -1)
 
 
 @torch.no_grad()

@@ -15,21 +15,33 @@ from ..hidden_states import HiddenStates
 from ..modeling_modegpt import decoder_layers
 
 
-class Walk:
-    """A model and the hidden states that enter its next block.
+class Decoder:
+    """The blocks of a model and what is known of its family.
 
     Args:
         model: dense, in memory. Its blocks are handed out themselves, so what is done to them shows further on.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Find the blocks."""
+        self.architecture = architecture_of(model.config)
+        self.dims = self.architecture.dimensions(model.config)
+        self.layers = blocks_of(model)
+
+
+class Walk(Decoder):
+    """A model and the hidden states that enter its next block.
+
+    Args:
+        model: dense, in memory.
         windows: `(samples, seq_len)` token ids.
     """
 
     def __init__(self, model: PreTrainedModel, windows: Tensor) -> None:
         """Embed the windows."""
+        super().__init__(model)
         self.model, self.windows = model, windows
-        self.architecture = architecture_of(model.config)
-        self.dims = self.architecture.dimensions(model.config)
         self.blocks = ModelBlocks(model, self.architecture, consume=False)
-        self.layers = self.blocks.layers
         self.device = model.device
         tokens = TOKENS_PER_BATCH.get(self.device.type, TOKENS_PER_BATCH["cpu"])
         self.calibration = self.blocks.embed(windows, max(1, tokens // windows.shape[1]), HiddenStates())

@@ -12,7 +12,7 @@ from ..architectures.access import affine
 from ..progress import Progress
 from .reduced import Reduced, unreachable
 from .units import Costs, by_group, costs, n_groups, readers, remove
-from .walk import Walk, layer_parameters, reading
+from .walk import Decoder, Walk, layer_parameters, reading
 
 
 def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callable[[float], Reduced]:
@@ -78,5 +78,16 @@ def _counts(goal: float, cost: Costs, units: tuple[int, int], sparsity: float) -
         neurons = max(0, math.ceil((goal - groups * cost.group) / cost.neuron - 1e-9))
         if neurons < all_neurons:
             return groups, neurons
-    most = (all_groups - 1) * cost.group + (all_neurons - 1) * cost.neuron
-    raise unreachable("wanda-sp", sparsity * most / goal, sparsity)
+    raise unreachable("wanda-sp", sparsity * _most(cost, units) / goal, sparsity)
+
+
+def most(dense: PreTrainedModel) -> int:
+    """Return the parameters that go if the same share goes of every block, and one unit of each kind stays."""
+    decoder, sizes = Decoder(dense), layer_parameters(dense)
+    units = n_groups(decoder.dims), decoder.dims.d_int
+    blocks = zip(decoder.layers, sizes, strict=True)
+    return int(min(_most(costs(decoder, block), units) / size for block, size in blocks) * sum(sizes))
+
+
+def _most(cost: Costs, units: tuple[int, int]) -> int:
+    return (units[0] - 1) * cost.group + (units[1] - 1) * cost.neuron

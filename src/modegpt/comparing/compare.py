@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..architectures import Architecture, architecture_of
-from ..baselines import BASELINES, Reduced
+from ..baselines import BASELINES, Reduced, require
+from ..baselines.walk import layer_parameters
 from ..checkpoint import write_json
 from ..compress import compress
 from ..config import ALLOCATIONS, PRESETS, CompressionConfig
@@ -92,10 +93,11 @@ def compare(
             model, data or setting.
     """
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures(rounds=0)
-    check_call(config, out, "rows", "comparison")
+    check_call(config, out, ("rows",), "comparison", (model, calibration, *measures.data, *measures.tasks))
     _check(methods, sparsities)
     wanted = [Wanted(DENSE, 0.0), *(Wanted(method, share) for share in sorted(sparsities) for method in methods)]
-    work = _Comparison(str(model), calibration, methods, config, measures, Rows(out / "rows", overwrite), progress)
+    kept = Rows(out / "rows", out / "compare.json", overwrite)
+    work = _Comparison(str(model), calibration, methods, config, measures, kept, progress)
     found = {row: work.finished(row) for row in wanted}
     work.begin([row for row in wanted if found[row] is None])
     rows = [found[row] or work.measure(row) for row in wanted]
@@ -159,16 +161,19 @@ class _Comparison:
         self.made_by: dict[str, tuple[Callable[[float], Reduced], float]] = {}
         """What makes the models of another method, and the seconds that finding out took."""
         self.scored = Scored(self.dense, self.text.windows)
+        self._total = sum(layer_parameters(self.dense))
 
     def finished(self, row: Wanted) -> dict[str, Any] | None:
         """Return a row that an equal call has measured."""
         return self.rows.finished(row.file, self._fingerprint(row))
 
     def begin(self, missing: Sequence[Wanted]) -> None:
-        """Refuse a sparsity that our settings cannot reach; only then make room for what is to be measured."""
+        """Refuse a sparsity that a method cannot reach; only then make room for what is to be measured."""
         for row in missing:
             if row.solver in PRESETS:
                 self._ranked(row)
+            elif row.method != DENSE:
+                require(row.method, BASELINES[row.method].most(self.dense), row.sparsity, self._total)
         self.rows.begin()
 
     def measure(self, row: Wanted) -> dict[str, Any]:
@@ -217,8 +222,9 @@ class _Comparison:
     def _asked(self, row: Wanted) -> CompressionConfig:
         rule = row.method.partition(":")[2] or self.config.allocation
         config = self.config
-        if row.solver == "paper":  # reads the windows as they are, whatever is asked of `best`
-            config = replace(config, coverage=None, rarity=None, feedback=None)
+        if row.solver == "paper":  # is what its name says, whatever is asked of `best`
+            own = ("coverage", "rarity", "feedback", "mlp_solver", "qk_solver", "vo_solver")
+            config = replace(config, **dict.fromkeys(own))
         return replace(config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
 
     def _ranked(self, row: Wanted) -> Ranked:

@@ -1,14 +1,13 @@
 """Rows of a table that are kept as they are measured, a file each: the points of a sweep, the rows of a comparison."""
 
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import read_json, write_json
+from ..checkpoint import holds, read_json, write_json
 from ..config import CompressionConfig
 from ..errors import InputError
+from ..running.distributed import started_together
 from ..running.partial import check_fingerprint
 
 
@@ -17,12 +16,13 @@ class Rows:
 
     Args:
         folder: of the files; it need not exist.
-        overwrite: whether rows that are there count for nothing.
+        table: the file that is made of all rows in the end.
+        overwrite: whether what is there counts for nothing.
     """
 
-    def __init__(self, folder: Path, overwrite: bool) -> None:
+    def __init__(self, folder: Path, table: Path, overwrite: bool) -> None:
         """Look at nothing yet."""
-        self._folder, self._overwrite = folder, overwrite
+        self._folder, self._table, self._overwrite = folder, table, overwrite
 
     def finished(self, name: str, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
         """Return a row that an equal call has measured; raise `InputError` for one of another call."""
@@ -30,13 +30,17 @@ class Rows:
         if self._overwrite or not file.is_file():
             return None
         row = read_json(file)
+        if not isinstance(row.get("fingerprint"), dict):
+            raise InputError(f"'{file}' is something else than this program wrote: remove it")
         check_fingerprint(row["fingerprint"], fingerprint, file)
         return row
 
     def begin(self) -> None:
-        """Make the folder, without the rows that are to be overwritten."""
+        """Make the folder; if all is to be overwritten, without the table and the rows. Other files in it stay."""
         if self._overwrite:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._table.unlink(missing_ok=True)
+            for file in filter(is_row, self._folder.glob("*.json")):
+                file.unlink()
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def keep(self, name: str, row: dict[str, Any], fingerprint: dict[str, Any]) -> dict[str, Any]:
@@ -49,22 +53,39 @@ class Rows:
         return self._folder / f"{name}.json"
 
 
-def check_call(config: CompressionConfig, out: Path, inside: str, what: str) -> None:
+def is_row(file: Path) -> bool:
+    """Tell whether a file is a row that was kept, of whatever call."""
+    try:
+        return "fingerprint" in read_json(file)
+    except (InputError, OSError):
+        return False
+
+
+def check_call(
+    config: CompressionConfig, out: Path, inside: Sequence[str], what: str, reads: Iterable[str | Path]
+) -> None:
     """Refuse settings with one sparsity, several processes, and a folder that holds no earlier result of its kind.
 
     Args:
         config: the settings of all rows.
         out: the folder of the result.
-        inside: the folder of its rows in that.
+        inside: the folders in that which are written: of its rows first.
         what: the kind of the result, as users call it.
+        reads: the model and the texts; none of them may be in those.
     """
     if config.allocation == "plan":
         raise InputError(f"a plan fixes the ranks and with them one sparsity; give the {what} another allocation")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if started_together():
         raise InputError(f"a {what} runs in one process; start it without torchrun")
     if out.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
-    if out.is_dir() and any(out.iterdir()) and not (out / inside).is_dir():
+    for read in map(Path, reads):
+        own = next((out / name for name in inside if read.exists() and holds(out / name, read)), None)
+        if own is not None:
+            raise InputError(
+                f"'{own}' holds '{read}', which is read, and is written by the {what}: choose another folder"
+            )
+    if out.is_dir() and any(out.iterdir()) and not (out / inside[0]).is_dir():
         raise InputError(f"output folder '{out}' holds something that is no {what}; choose another")
 
 

@@ -28,7 +28,7 @@ from ..pages import plots
 from ..pages.sweep_plots import draw
 from ..progress import Progress
 from ..report import Stopwatch, machine, protocol
-from ..running.partial import PartialCheckpoint, finished_report
+from ..running.partial import IDENTITY, PartialCheckpoint, finished_report
 from ..running.preparation import Text, dense_config_of, open_text, run_fingerprint
 from ..running.run import Run
 from .in_turn import seen_text
@@ -79,7 +79,7 @@ def sweep(
     """
     plots.require_matplotlib("a sweep")
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures()
-    check_call(config, out, "points", "sweep")
+    check_call(config, out, ("points", "models"), "sweep", (model, calibration, *measures.data, *measures.tasks))
     configs = _configs(config, sparsities)
     work = _Sweep(str(model), calibration, out, config, measures, keep_models, overwrite, progress)
     known = {name: work.finished(name, own) for name, own in ((DENSE, None), *configs.items())}
@@ -139,7 +139,7 @@ class _Sweep:
         self.dense = open_model(model, "auto", self.device)
         self.run: Run = prepare(self.dense, self.text.windows, replace(config, dtype=self.dtype), None, None)
         self.run.text, self.run.source.name = self.text, model
-        self.overwrite, self.rows = overwrite, Rows(out / "points", overwrite)
+        self.overwrite, self.rows = overwrite, Rows(out / "points", out / "sweep.json", overwrite)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -161,7 +161,9 @@ class _Sweep:
             self._run(config, "").check()  # before the scores, which nothing has kept yet
         scores = self.scores if configs else None
         if self.overwrite:
-            shutil.rmtree(self.out / "models", ignore_errors=True)
+            for folder in (self.out / "models").glob("*"):
+                if any((folder / name).is_file() for name in (REPORT_NAME, IDENTITY)):  # ours, finished or not
+                    shutil.rmtree(folder)
             self._scores_file.unlink(missing_ok=True)
         self.rows.begin()
         if scores is not None:

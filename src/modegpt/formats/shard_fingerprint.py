@@ -1,6 +1,7 @@
 """What tells one checkpoint's files from another's, without reading them whole."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator
 
 from .safetensors_merge import Entry
@@ -15,7 +16,9 @@ def fingerprint(files: dict[str, Entry]) -> dict[str, str]:
     A copy on another machine is the same. A change of a few numbers may pass. Cost: a read for each tensor and 8 MiB.
     """
     result = {}
-    for path in sorted({entry.path for entry in files.values()}):
+    paths = sorted({entry.path for entry in files.values()})
+    folder = os.path.commonpath([path.parent for path in paths]) if paths else ""
+    for path in paths:
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
         with path.open("rb") as file:
@@ -26,7 +29,7 @@ def fingerprint(files: dict[str, Entry]) -> dict[str, str]:
             for place, length in _samples(entry for entry in files.values() if entry.path == path):
                 file.seek(place)
                 digest.update(file.read(length))
-        result[path.name] = digest.hexdigest()
+        result[path.relative_to(folder).as_posix()] = digest.hexdigest()
     return result
 
 

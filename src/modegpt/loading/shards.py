@@ -187,7 +187,7 @@ class ShardBlocks:
         tied = set(model.state_dict()).difference(required_tensors(model))
         for module in part.modules():
             name = names[id(module)]
-            if name.startswith(self.prefix):
+            if name == self.prefix or name.startswith(self.prefix + "."):
                 continue
             own = [
                 key for key, value in module._parameters.items() if value is not None and f"{name}.{key}" not in tied

@@ -1,13 +1,14 @@
 """The tensors of a checkpoint folder: in which file each is, under which name, and what its numbers mean."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -119,11 +120,28 @@ def in_blocks(name: str, files: dict[str, Entry]) -> bool:
     return name.endswith(blocks) and name.removesuffix(blocks) + scales in files and files[name].dtype == "U8"
 
 
+def stored_dtype(files: dict[str, Entry]) -> torch.dtype | None:
+    """Return what most of a checkpoint's numbers are, where a config does not say; None of no plain floats.
+
+    transformers then takes that of the first tensor.
+    """
+    names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    sizes = Counter(dict.fromkeys(names, 0))
+    for entry in files.values():
+        if entry.dtype in names:
+            sizes[entry.dtype] += entry.size
+    most, size = sizes.most_common(1)[0]
+    return names[most] if size else None
+
+
 def read_stored(files: dict[str, Entry], name: str, packing: Packing | None) -> Tensor:
     """Return a tensor as it is stored, a packed one in float32."""
-    with safe_open(files[name].path, framework="pt") as file:
-        # A copy, so that the pages of the memory-mapped file are given back with it.
-        tensor = file.get_tensor(name).clone()
+    try:
+        with safe_open(files[name].path, framework="pt") as file:
+            # A copy, so that the pages of the memory-mapped file are given back with it.
+            tensor = file.get_tensor(name).clone()
+    except SafetensorError as problem:
+        raise InputError(f"'{files[name].path}' is broken ({problem}): fetch or save the model again") from problem
     if packing is None or (scale := packing.scale_of(name, files[name].dtype, files)) is None:
         return tensor
     with _unpacking(name):

@@ -43,6 +43,8 @@ class Harness(SCORER):
         if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
             raise InputError("the tokenizer has neither a first nor a last token, and tasks need one before their text")
         super().__init__(pretrained=model, tokenizer=copy.deepcopy(tokenizer), backend="causal", batch_size=1)
+        # In 16 bits it would round what an answer has to a quarter of a nat, and ties would decide.
+        self.softmax_dtype = torch.float32
         self.wanted_batch = batch_size
         self.report: Callable[[int, int], None] = lambda done, total: None
         self.truncated = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 
+from ..around_blocks import PassedBlock
 from ..cache_name import CACHE
 
 
@@ -51,8 +52,13 @@ Score = tuple[float, bool]
 
 
 def takes_part(model: Any) -> bool:
-    """Tell whether a model's contexts can be shared: it keeps keys and values, and not a state that only moves on."""
+    """Tell whether a model's contexts can be shared: it keeps keys and values, and not a state that only moves on.
+
+    And all of its blocks do: how long the past is, decoders read off the first of a kind, which may be passed by.
+    """
     if not {CACHE, "logits_to_keep"} <= inspect.signature(model.forward).parameters.keys():
+        return False
+    if any(isinstance(module, PassedBlock) for module in model.modules()):
         return False
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     return not getattr(model, "_is_stateful", False) and kinds <= KEYS_AND_VALUES

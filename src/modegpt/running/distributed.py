@@ -5,6 +5,7 @@ Started by `torchrun`, which sets the environment this reads. Gloo joins CPUs, N
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from torch import Tensor
 
 from ..errors import InputError, ModegptError, first_line
 from ..moments import BlockMoments
+
+PATIENCE = timedelta(days=7)
+"""How long processes wait for one another: the main one alone writes the checkpoint, and that may take hours. A process
+that died is noticed at once, as its connections close."""
+STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What `torchrun` sets in the environment."""
 
 
 class LostRankError(ModegptError):
@@ -84,20 +91,24 @@ class Team:
         return f"{dead}; start all of them again with --resume"
 
 
+def started_together() -> bool:
+    """Tell whether this is one of several processes of one run: a part of what `torchrun` sets alone says nothing."""
+    return all(os.environ.get(name) for name in STARTED) and int(os.environ["WORLD_SIZE"]) > 1
+
+
 def join_team(device: torch.device) -> Team:
     """Join the processes that `torchrun` started; without it, return a team of one.
 
     Args:
         device: `cuda` selects NCCL and this process's GPU by `LOCAL_RANK`.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if not started_together():
         return Team()
     if not dist.is_initialized():
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         # NCCL knows what is on a GPU alone, and scores and finished layers are on the host.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     return Team(dist.get_rank(), dist.get_world_size())
 
 

@@ -6,10 +6,13 @@ states that memory has no room for), `model/` (the final folder in the making) a
 replaces). Every file appears by a rename, and `model/` becomes `<out>` by one. Nothing else is ever removed.
 """
 
+import errno
+import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,16 +46,30 @@ class PartialCheckpoint:
         fingerprint: everything that decides the result, by field.
         resume: continue what `<out>.partial` holds; it must have the same fingerprint.
         overwrite: discard an unfinished run that is not resumed, and replace an existing `out` at the end.
+
+    While it lives, or until `release`, no other run writes to the same place: the folder is locked, as far as its file
+    system can (a killed process leaves no lock).
     """
 
     def __init__(self, out: Path, fingerprint: dict[str, Any], resume: bool, overwrite: bool) -> None:
         """Open or create the folder.
 
         Raises:
-            InputError: an unfinished run is there and neither `resume` nor `overwrite` is set, or it is another run.
+            InputError: an unfinished run is there and neither `resume` nor `overwrite` is set, or it is another run, or
+                one that is still at it.
         """
-        self.out, self.fingerprint = out, fingerprint
+        self.out, self.fingerprint, self._overwrite = out, fingerprint, overwrite
         self.folder = _partial(out)
+        self.release = _lock(self.folder) if self.folder.is_dir() else _nothing
+        """Lets other runs write there again."""
+        try:
+            self._open(resume, overwrite)
+        except BaseException:
+            self.release()
+            raise
+
+    def _open(self, resume: bool, overwrite: bool) -> None:
+        out, fingerprint = self.out, self.fingerprint
         self._layers = self.folder / "layers"
         self._previous = self.folder / "previous"
         if _is_run(self.folder):
@@ -81,6 +98,8 @@ class PartialCheckpoint:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise InputError(f"'{self.folder}' cannot be made ({problem.strerror}): choose another output") from problem
+        self.release()  # the folder is another one now
+        self.release = _lock(self.folder)
         write_json(fingerprint, self.folder / IDENTITY)
         _flush(self.folder / IDENTITY)
         self._layers.mkdir()
@@ -103,6 +122,11 @@ class PartialCheckpoint:
         """Remove everything: the run has failed in a way that going on would not mend, or is done."""
         _remove(self.folder)
 
+    def holds_work(self) -> bool:
+        """Tell whether an hour or more may have gone into what is kept: layers, scores, or text that was written."""
+        kept = [self.folder / f"{name}.json" for name in ("scores", "coverage")]
+        return self.finished_layers() > 0 or any(file.is_file() for file in kept)
+
     def finished_layers(self) -> int:
         """Return how many layers, from the first, are complete on disk."""
         count = 0
@@ -119,6 +143,7 @@ class PartialCheckpoint:
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, temporary, metadata)
             _flush(temporary)
             temporary.replace(path)
+            _flush_folder(self._layers)
 
     def read_layer(self, index: int) -> tuple[dict[str, Tensor], BlockOutcome]:
         """Read a finished layer back."""
@@ -131,16 +156,17 @@ class PartialCheckpoint:
         path = self.folder / f"{name}.json"
         try:
             found = read_json(path) if path.is_file() else None
-        except InputError:  # cut by a kill or a full disk
-            found = None
-        if found is None:
+            return None if found is None else torch.tensor(found["values"], dtype=getattr(torch, found["dtype"]))
+        except (InputError, KeyError, TypeError, ValueError):  # cut by a kill or a full disk, or edited
             return None
-        return torch.tensor(found["values"], dtype=getattr(torch, found["dtype"]))
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
         """Keep what all layers depend on: computed again, on another machine, it might round to something else."""
         dtype = str(tensor.dtype).removeprefix("torch.")
-        write_json({"dtype": dtype, "values": tensor.tolist()}, self.folder / f"{name}.json")
+        file = self.folder / f"{name}.json"
+        with self._refusals_explained(name):
+            write_json({"dtype": dtype, "values": tensor.tolist()}, file)
+            _flush(file)
 
     def finish(
         self,
@@ -182,10 +208,16 @@ class PartialCheckpoint:
 
     def _publish(self, model: Path) -> None:
         """Give the finished folder its name; an existing one stays whole until then."""
+        if self.out.exists() and not self._overwrite:
+            raise WriteError(
+                f"'{self.out}' was not there when this run began, and is not replaced: move it away, then go on with "
+                "--resume"
+            )
         if self.out.exists():
             shutil.rmtree(self._previous, ignore_errors=True)
             self.out.rename(self._previous)
         model.rename(self.out)
+        _flush_folder(self.out.parent)
         self.discard()
 
     def _write_weights(self, files: list[Path], target: Path) -> None:
@@ -209,9 +241,10 @@ class PartialCheckpoint:
         try:
             yield
         except (OSError, SafetensorError) as problem:
+            full = isinstance(problem, SafetensorError) or problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
             raise WriteError(
                 f"{what} could not be written to '{self.folder}': {problem}; "
-                "finished layers are kept: make room, then go on with --resume"
+                f"finished layers are kept: {'make room' if full else 'mend that'}, then go on with --resume"
             ) from problem
 
     def _file(self, index: int) -> Path:
@@ -261,7 +294,9 @@ def clear_leftovers(out: Path, fingerprint: dict[str, Any]) -> None:
     folder = _partial(out)
     with suppress(InputError):
         if _is_run(folder) and read_json(folder / IDENTITY) == fingerprint:
+            release = _lock(folder)
             _remove(folder)
+            release()
     with suppress(OSError):
         folder.rmdir()  # of a kill between the last two steps: it is empty
 
@@ -275,6 +310,8 @@ def _remove(folder: Path) -> None:
         else:
             path.unlink(missing_ok=True)
             path.with_name(f"{name}.tmp").unlink(missing_ok=True)
+    if any((folder / name).exists() for name in OWN):
+        return  # something cannot be removed: with its fingerprint, the next run knows it again
     (folder / IDENTITY).unlink(missing_ok=True)
     with suppress(OSError):
         folder.rmdir()
@@ -299,6 +336,52 @@ def _link(file: Path, name: Path) -> None:
         os.link(file, name)
     except OSError:
         shutil.copyfile(file, name)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _lock(folder: Path) -> Callable[[], Any]:
+    """Let no other run into a folder, and return what gives it free again.
+
+    Raises:
+        InputError: another run is in it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return _nothing
+    handle = os.open(folder, os.O_RDONLY)
+    free = weakref.finalize(lock := _Lock(), os.close, handle)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        free()
+        raise InputError(
+            f"another run is writing to '{folder}': let it end, stop it, or choose another output"
+        ) from None
+    except OSError:  # some network shares have no locks
+        free()
+    return functools.partial(_free, lock, free)
+
+
+class _Lock:
+    """Stands for a lock: when the last reference to it goes, the lock does."""
+
+
+def _free(_lock: _Lock, free: Callable[[], Any]) -> None:
+    free()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Let the names in a folder outlast a loss of power, where the system can."""
+    with suppress(OSError):  # Windows opens no folders
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _flush(path: Path) -> None:

@@ -36,6 +36,7 @@ from ..loading.models import (
     read_generation_config,
 )
 from ..loading.shards import ShardBlocks, open_shards, skeleton
+from ..loading.stored_tensors import find_tensors, stored_dtype
 from ..observing.experts import run_in_turn
 from ..ranks.whole import LayerSizes
 from ..versions import versions
@@ -134,7 +135,7 @@ def open_text(
         InputError: the model, the data or the window is unusable.
     """
     name = None if isinstance(model, PreTrainedModel) else model
-    tokenizer_of = name if tokenizer is None else None
+    tokenizer_of = _absolute(name) if name is not None and tokenizer is None else None
     model_config = model.config if isinstance(model, PreTrainedModel) else check_model(model)[0]
     architecture_of(model_config)
     if not isinstance(calibration, str | Path | Tensor):
@@ -223,9 +224,11 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         whole = outer_config(name)
         said = text_part(whole)
         packed, config = packing(said), plain(said)
-        architecture, stored = architecture_of(config), own_dtype(config)
+        architecture, folder = architecture_of(config), local_folder(name)
+        stored = own_dtype(config)
+        if getattr(config, "dtype", None) is None and folder is not None:
+            stored = stored_dtype(find_tensors(folder)) or stored
         dtype = compute_dtype(device, stored)
-        folder = local_folder(name)
         opened = "it has no safetensors files" if folder is None else open_shards(folder, config, dtype, device, packed)
         if isinstance(opened, ShardBlocks) and folder is not None:
             blocks, identity = opened, fingerprint(opened.files)
@@ -254,11 +257,12 @@ def run_fingerprint(
         settings.pop(irrelevant, None)
     model_config = json.loads(source.config.to_json_string(use_diff=False))
     model_config.pop("_name_or_path", None)  # how the call spelled it: the weights are told by themselves
-    ids = hashlib.sha256(text.windows.to(torch.int64).contiguous().numpy().tobytes()).hexdigest()
+    ids = hashlib.sha256(str(tuple(text.windows.shape)).encode())
+    ids.update(text.windows.to(torch.int64).contiguous().numpy().tobytes())
     return {
         "model": source.identity,
         "model config": hashlib.sha256(json.dumps(model_config, sort_keys=True).encode()).hexdigest(),
-        "calibration tokens": ids,
+        "calibration tokens": ids.hexdigest(),
         "output dtype": str(out_dtype).removeprefix("torch."),
         "device type": device.type,
         "versions": versions(),

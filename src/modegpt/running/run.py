@@ -90,15 +90,17 @@ class Run:
     @full_float32()
     def to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
         """Run, writing each layer as it is done, and return the report. Only the main process has a `partial`."""
-        if partial is not None and self.team.size == 1:
-            self.spill = partial.hidden
+        self.spill = self.team.agree(partial.hidden if partial else None)
         try:
             return self._to_folder(partial)
         except (NumericalError, InputError) as problem:
             # A wrong call has cost nothing yet; the layers of a broken model would not mend it.
-            if partial is not None and (isinstance(problem, NumericalError) or not partial.finished_layers()):
+            if partial is not None and (isinstance(problem, NumericalError) or not partial.holds_work()):
                 partial.discard()
             raise
+        finally:
+            if partial is not None:
+                partial.release()
 
     def _to_folder(self, partial: PartialCheckpoint | None) -> dict[str, Any]:
         self.check()
