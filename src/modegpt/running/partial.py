@@ -2,17 +2,16 @@
 
 Layout of `<out>.partial/`: `fingerprint.json` (what the run is), `scores.json` and `coverage.json` (what all layers
 depend on), `layers/00000.safetensors` ... (the tensors of a layer, its outcome in the metadata), `hidden/` (hidden
-states that memory has no room for), `model/` (the final folder in the making) and `previous/` (the folder that it
-replaces). Every file appears by a rename, and `model/` becomes `<out>` by one. Nothing else is ever removed.
+states that memory has no room for), `model/` (the final folder in the making), `previous/` (the folder that it
+replaces) and `replaced/` (the same, once it is to be removed). Every file appears by a rename, and `model/` becomes
+`<out>` by one. Nothing else is ever removed. A run locks the folder.
 """
 
 import errno
-import functools
 import json
 import os
 import shutil
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,13 +27,14 @@ from ..errors import InputError, WriteError
 from ..formats.safetensors_merge import Entry, merge, read_header
 from ..inspection import describe
 from ..loading.models import save_tokenizer
+from .folder_lock import FolderLock
 from .preparation import Text
 from .surgery import BlockOutcome
 
 MAX_FILE_BYTES = 50 * 10**9
 """Above this a checkpoint stays in one file a layer, as transformers would split it too."""
 IDENTITY = "fingerprint.json"
-OWN = ("model", "previous", "rest.safetensors", "hidden", "layers", "scores.json", "coverage.json")
+OWN = ("model", "previous", "replaced", "rest.safetensors", "hidden", "layers", "scores.json", "coverage.json")
 """What a partial folder may hold beside its fingerprint, which goes last, so that what is left of it is known again."""
 
 
@@ -60,8 +60,7 @@ class PartialCheckpoint:
         """
         self.out, self.fingerprint, self._overwrite = out, fingerprint, overwrite
         self.folder = _partial(out)
-        self.release = _lock(self.folder) if self.folder.is_dir() else _nothing
-        """Lets other runs write there again."""
+        self._lock = FolderLock(self.folder) if self.folder.is_dir() else None
         try:
             self._open(resume, overwrite)
         except BaseException:
@@ -98,8 +97,8 @@ class PartialCheckpoint:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise InputError(f"'{self.folder}' cannot be made ({problem.strerror}): choose another output") from problem
-        self.release()  # the folder is another one now
-        self.release = _lock(self.folder)
+        self.release()  # the folder may be another one now
+        self._lock = FolderLock(self.folder)
         write_json(fingerprint, self.folder / IDENTITY)
         _flush(self.folder / IDENTITY)
         self._layers.mkdir()
@@ -112,6 +111,11 @@ class PartialCheckpoint:
             if overwrite:
                 return {}
             raise InputError(f"{problem}, or discard the unfinished run with --overwrite") from problem
+
+    def release(self) -> None:
+        """Let other runs write there again."""
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def hidden(self) -> Path:
@@ -218,6 +222,8 @@ class PartialCheckpoint:
             self.out.rename(self._previous)
         model.rename(self.out)
         _flush_folder(self.out.parent)
+        with suppress(OSError):  # half removed, it must not be taken for one that is to be put back
+            self._previous.rename(self.folder / "replaced")
         self.discard()
 
     def _write_weights(self, files: list[Path], target: Path) -> None:
@@ -294,9 +300,9 @@ def clear_leftovers(out: Path, fingerprint: dict[str, Any]) -> None:
     folder = _partial(out)
     with suppress(InputError):
         if _is_run(folder) and read_json(folder / IDENTITY) == fingerprint:
-            release = _lock(folder)
+            lock = FolderLock(folder)
             _remove(folder)
-            release()
+            lock.release()
     with suppress(OSError):
         folder.rmdir()  # of a kill between the last two steps: it is empty
 
@@ -336,42 +342,6 @@ def _link(file: Path, name: Path) -> None:
         os.link(file, name)
     except OSError:
         shutil.copyfile(file, name)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _lock(folder: Path) -> Callable[[], Any]:
-    """Let no other run into a folder, and return what gives it free again.
-
-    Raises:
-        InputError: another run is in it.
-    """
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return _nothing
-    handle = os.open(folder, os.O_RDONLY)
-    free = weakref.finalize(lock := _Lock(), os.close, handle)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        free()
-        raise InputError(
-            f"another run is writing to '{folder}': let it end, stop it, or choose another output"
-        ) from None
-    except OSError:  # some network shares have no locks
-        free()
-    return functools.partial(_free, lock, free)
-
-
-class _Lock:
-    """Stands for a lock: when the last reference to it goes, the lock does."""
-
-
-def _free(_lock: _Lock, free: Callable[[], Any]) -> None:
-    free()
 
 
 def _flush_folder(folder: Path) -> None:
