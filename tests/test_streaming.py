@@ -375,6 +375,10 @@ def test_a_disk_that_refuses_a_file_keeps_what_was_finished(tmp_path: Path):
     assert result_files(tmp_path / "out") == result_files(tmp_path / "whole")
 
 
+IDS = torch.arange(128).view(4, 32)
+PLAIN = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
+
+
 def test_shards_of_one_name_in_two_folders_are_told_apart(tiny_llama_dir: Path, tmp_path: Path):
     model = tmp_path / "model"
     shutil.copytree(tiny_llama_dir, model, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -391,12 +395,10 @@ def test_shards_of_one_name_in_two_folders_are_told_apart(tiny_llama_dir: Path, 
             save_file(own, model / folder / "w.safetensors", {"format": "pt"})
 
     write(1.0)
-    config = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
-    windows = torch.arange(128).view(4, 32)
-    compress_to_folder(model, windows, tmp_path / "out", config)
+    compress_to_folder(model, IDS, tmp_path / "out", PLAIN)
     write(2.0)
     with pytest.raises(InputError, match="its model is"):
-        compress_to_folder(model, windows, tmp_path / "out", config, resume=True)
+        compress_to_folder(model, IDS, tmp_path / "out", PLAIN, resume=True)
 
 
 def test_weights_that_are_links_into_the_output_are_not_replaced(tiny_llama_dir: Path, tmp_path: Path):
@@ -404,9 +406,8 @@ def test_weights_that_are_links_into_the_output_are_not_replaced(tiny_llama_dir:
     shutil.copytree(tiny_llama_dir, out)
     shutil.copytree(tiny_llama_dir, model, ignore=shutil.ignore_patterns("*.safetensors"))
     (model / "model.safetensors").symlink_to(out / "model.safetensors")
-    config = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
     with pytest.raises(InputError, match=r"out' holds '.*model\.safetensors', which the model is read from"):
-        compress_to_folder(model, torch.arange(128).view(4, 32), out, config, overwrite=True)
+        compress_to_folder(model, IDS, out, PLAIN, overwrite=True)
     assert load_file(model / "model.safetensors").keys() == load_file(tiny_llama_dir / "model.safetensors").keys()
 
 
@@ -417,8 +418,7 @@ def test_a_config_without_a_dtype_leaves_it_to_the_files(tiny_llama_dir: Path, t
     said.pop("dtype")
     (model / "config.json").write_text(json.dumps(said))
     assert AutoModelForCausalLM.from_pretrained(model).dtype == torch.bfloat16
-    config = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
-    compress_to_folder(model, torch.arange(128).view(4, 32), tmp_path / "out", config)
+    compress_to_folder(model, IDS, tmp_path / "out", PLAIN)
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} >= {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
@@ -433,6 +433,5 @@ def test_a_shard_whose_header_is_wrong_is_named(tiny_llama_dir: Path, tmp_path: 
     header["model.norm.weight"]["dtype"] = "F16"
     text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-    config = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
     with pytest.raises(InputError, match=r"model\.safetensors"):
-        compress_to_folder(model, torch.arange(128).view(4, 32), tmp_path / "out", config)
+        compress_to_folder(model, IDS, tmp_path / "out", PLAIN)

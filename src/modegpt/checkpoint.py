@@ -64,9 +64,9 @@ def check_output(
     if path.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     for what, read in (("model", model), ("calibration text", text)):
-        if read is not None and Path(read).exists() and holds(path, Path(read)):
+        if read is not None and holds(path, Path(read)):
             raise InputError(f"output '{out}' holds the {what} '{read}' and would replace it: choose another folder")
-    if path.exists() and holds(path, Path.cwd()):
+    if holds(path, Path.cwd()):
         raise InputError(f"output '{out}' is or holds the folder that the call is made in: choose another")
     if path.resolve().is_mount():  # the last step, a rename, would be refused after all the work
         raise InputError(f"output '{out}' is a mount point, which cannot be replaced: give a folder inside it")
@@ -79,14 +79,14 @@ def check_output(
 def check_apart(out: Path, files: Mapping[str, Entry]) -> None:
     """Raise `InputError` if a file of the weights that are read lies in `out`, wherever links lead."""
     for path in dict.fromkeys(entry.path for entry in files.values()):
-        if out.exists() and (holds(out, path) or holds(out, path.parent)):
+        if holds(out, path) or holds(out, path.parent):
             raise InputError(f"output '{out}' holds '{path}', which the model is read from: choose another folder")
 
 
 def holds(folder: Path, other: Path) -> bool:
     """Whether a path is a folder, or in it, wherever links lead."""
-    """Whether a path is a folder, or in it, wherever links lead."""
-    return other.resolve().is_relative_to(folder.resolve())
+    """Whether something that exists is a folder, or in it, wherever links lead."""
+    return other.exists() and other.resolve().is_relative_to(folder.resolve())
 
 
 def _leads_nowhere(path: Path) -> bool:

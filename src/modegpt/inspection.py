@@ -1,7 +1,6 @@
 """Reads what a compressed checkpoint holds, from its config and the safetensors headers alone: no weight is loaded."""
 
 import json
-from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from .architectures import ARCHITECTURES, Architecture, Dimensions
 from .checkpoint import REPORT_NAME, read_json
 from .errors import InputError
-from .formats.safetensors_merge import Entry, read_header
+from .formats.safetensors_merge import Entry, main_dtype, read_header
 from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -123,11 +122,8 @@ def _headers(path: Path) -> dict[str, Entry]:
 
 def _element_bytes(tensors: dict[str, Entry]) -> int:
     """Return the bytes of one weight, which are also those of one cached number: those that most weights have."""
-    counts: Counter[str] = Counter()
-    for entry in tensors.values():
-        if entry.dtype in BYTES:
-            counts[entry.dtype] += prod(entry.shape)
-    return BYTES[counts.most_common(1)[0][0]] if counts else 0
+    most = main_dtype(tensors.values(), BYTES)
+    return BYTES[most] if most else 0
 
 
 def _dense_sizes(path: Path, config: dict[str, Any]) -> tuple[Architecture, Dimensions]:

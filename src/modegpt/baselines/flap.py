@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..architectures.access import affine
 from ..progress import Progress
-from .reduced import Reduced, reaches, unreachable
+from .reduced import Reduced, reaches, require
 from .units import by_group, costs, n_groups, readers, remove
 from .walk import Decoder, Walk, blocks_of, layer_parameters, reading
 
@@ -48,8 +48,7 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
     @torch.no_grad()
     def at(sparsity: float) -> Reduced:
         kept, removed = _choose(scores, prices, entries, (sparsity, total))
-        if not reaches(removed, sparsity, total):
-            raise unreachable("flap", removed / total, sparsity)
+        require("flap", removed, sparsity, total)
         model = copy.deepcopy(dense)
         for index, module in enumerate(m for block in blocks_of(model) for m in readers(decoder, block)):
             features = kept[index].repeat_interleave(len(means[index]) // len(kept[index]))

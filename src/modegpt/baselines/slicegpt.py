@@ -18,7 +18,7 @@ from ..architectures import Architecture
 from ..architectures.access import affine
 from ..decompose import psd
 from ..progress import Progress
-from .reduced import Reduced, reaches, unreachable
+from .reduced import Reduced, reaches, require
 from .walk import Decoder, Walk, layer_parameters, not_plain
 
 
@@ -37,8 +37,7 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
         rank = d_model
         while not reaches(removed := total - _sliced_parameters(walk, rank), sparsity, total) and rank > 1:
             rank -= 1
-        if not reaches(removed, sparsity, total):
-            raise unreachable("slicegpt", removed / total, sparsity)
+        require("slicegpt", removed, sparsity, total)
         centred = _is_centred(walk.architecture.middle_module(walk.layers[0]))
         basis = _directions(walk.calibration.hidden, rank, centred, walk.device)
         walk.layers[0].register_forward_pre_hook(_projecting_input(basis), with_kwargs=True)

@@ -16,7 +16,7 @@ from ..architectures.access import Affine, BlockWeights, Layout
 from ..decompose import psd
 from ..modeling_modegpt import ROLES
 from ..progress import Progress
-from .reduced import Reduced, reaches, unreachable
+from .reduced import Reduced, require
 from .walk import Decoder, Walk, blocks_of, layer_parameters, reading
 
 
@@ -35,8 +35,7 @@ def start(dense: PreTrainedModel, windows: Tensor, progress: Progress) -> Callab
         held = sum(shape.numel() for shape in shapes)
         stays = 1 - sparsity * total / held
         removed = held - sum(_rank(shape, stays) * sum(shape) for shape in shapes)
-        if not reaches(removed, sparsity, total):
-            raise unreachable("svd-llm", removed / total, sparsity)
+        require("svd-llm", removed, sparsity, total)
         for index, (block, target, layout) in enumerate(zip(walk.layers, blocks_of(model), layouts, strict=True)):
             progress("compress", index, len(layouts))
             modules = architecture.linears(block)

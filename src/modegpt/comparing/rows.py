@@ -80,7 +80,7 @@ def check_call(
     if out.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     for read in map(Path, reads):
-        own = next((out / name for name in inside if read.exists() and holds(out / name, read)), None)
+        own = next((out / name for name in inside if holds(out / name, read)), None)
         if own is not None:
             raise InputError(
                 f"'{own}' holds '{read}', which is read, and is written by the {what}: choose another folder"

@@ -5,6 +5,9 @@ together from layer files equals the one that `save_pretrained` writes.
 """
 
 import json
+from collections import Counter
+from collections.abc import Container, Iterable
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +26,15 @@ class Entry(NamedTuple):
     size: int
     dtype: str
     shape: list[int]
+
+
+def main_dtype(entries: Iterable[Entry], among: Container[str]) -> str | None:
+    """Return the dtype, of some, that most numbers have; None where none has one of these."""
+    counts: Counter[str] = Counter()
+    for entry in entries:
+        if entry.dtype in among:
+            counts[entry.dtype] += prod(entry.shape)
+    return counts.most_common(1)[0][0] if counts else None
 
 
 def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint folder: in which file each is, under which name, and what its numbers mean."""
 
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 from ..architectures import architecture_of
 from ..errors import InputError
 from ..formats.packed import BLOCKS, FLOATS, Packing, unpack, unpack_fours
-from ..formats.safetensors_merge import Entry, read_header
+from ..formats.safetensors_merge import Entry, main_dtype, read_header
 from ..formats.text_part import names_in_files
 
 INDEX = "model.safetensors.index.json"
@@ -126,12 +125,7 @@ def stored_dtype(files: dict[str, Entry]) -> torch.dtype | None:
     transformers then takes that of the first tensor.
     """
     names = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    sizes = Counter(dict.fromkeys(names, 0))
-    for entry in files.values():
-        if entry.dtype in names:
-            sizes[entry.dtype] += entry.size
-    most, size = sizes.most_common(1)[0]
-    return names[most] if size else None
+    return names.get(main_dtype(files.values(), names) or "")
 
 
 def read_stored(files: dict[str, Entry], name: str, packing: Packing | None) -> Tensor:

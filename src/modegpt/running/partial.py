@@ -62,13 +62,13 @@ class PartialCheckpoint:
         self.folder = _partial(out)
         self._lock = FolderLock(self.folder) if self.folder.is_dir() else None
         try:
-            self._open(resume, overwrite)
+            self._open(resume)
         except BaseException:
             self.release()
             raise
 
-    def _open(self, resume: bool, overwrite: bool) -> None:
-        out, fingerprint = self.out, self.fingerprint
+    def _open(self, resume: bool) -> None:
+        out, fingerprint, overwrite = self.out, self.fingerprint, self._overwrite
         self._layers = self.folder / "layers"
         self._previous = self.folder / "previous"
         if _is_run(self.folder):
@@ -347,13 +347,12 @@ def _link(file: Path, name: Path) -> None:
 def _flush_folder(folder: Path) -> None:
     """Let the names in a folder outlast a loss of power, where the system can."""
     with suppress(OSError):  # Windows opens no folders
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _flush(folder)
 
 
 def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
