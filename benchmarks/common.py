@@ -15,7 +15,8 @@ import modegpt
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.checkpoint import write_json
 from modegpt.commands.demo import model_file
-from modegpt.loading.models import open_model, open_tokenizer
+from modegpt.loading.models import open_model
+from modegpt.loading.tokenizers import open_tokenizer
 from modegpt.report import protocol
 
 RESULTS = Path(__file__).parent / "results"

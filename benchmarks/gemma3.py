@@ -19,7 +19,8 @@ import torch
 
 import modegpt
 from common import finished, parser, save, wikitext
-from modegpt.loading.models import open_model, open_tokenizer
+from modegpt.loading.models import open_model
+from modegpt.loading.tokenizers import open_tokenizer
 
 SPARSITIES = (0.1, 0.2, 0.3)
 METHODS = (("paper", "uniform"), ("best", "uniform"), ("best", "error"))

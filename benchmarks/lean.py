@@ -11,7 +11,8 @@ import torch
 import modegpt
 from common import default_model, model_name, parser, save
 from modegpt.calibration import draw_windows, load_text, tokenize
-from modegpt.loading.models import open_model, open_tokenizer
+from modegpt.loading.models import open_model
+from modegpt.loading.tokenizers import open_tokenizer
 
 SAMPLES, SEQ_LEN, SPARSITY, REPEATS = 16, 512, 0.25, 3
 

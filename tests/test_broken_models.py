@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from modegpt import CompressionConfig, InputError, compress
 from modegpt.commands.demo import model_file
 from modegpt.compress import compress_to_folder
-from modegpt.loading.models import open_model, open_tokenizer
+from modegpt.loading.models import open_model
+from modegpt.loading.tokenizers import open_tokenizer
 from modegpt.running.preparation import open_source
+from test_cli import assert_refused, modegpt
 
 CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
 WINDOWS = torch.arange(128).view(4, 32)
@@ -93,12 +95,14 @@ def test_a_shape_that_contradicts_the_config_is_one_line(model: Path):
         tensors[name] = tensors[name][::2].contiguous()
 
     edit_weights(model, halve)
-    refused(model, "cannot be loaded")
+    refused(model, r"layers\.0\.mlp\.up_proj\.weight' in shape \(48, 64\), and its config asks for \(96, 64\)")
 
 
 def test_a_config_that_contradicts_itself_is_one_line(model: Path):
     edit_config(model, hidden_size="64")
     refused(model, "cannot be opened: .*hidden_size")
+    edit_config(model, hidden_size=66)  # of four heads; transformers says why in a second line
+    refused(model, r"validate_architecture.*hidden size \(66\)")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_file_that_is_no_safetensors_file_is_named(model: Path, content: bytes
         open_model(str(model))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": null}}'])
 def test_a_broken_index_is_named(model: Path, content: str):
     (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
     (model / "model.safetensors.index.json").write_text(content)
@@ -132,3 +136,41 @@ def test_a_link_to_a_file_of_another_name_is_opened_by_its_own(tmp_path: Path):
     (tmp_path / "model.gguf").symlink_to(tmp_path / "blobs" / "abc")
     source = open_source(str(tmp_path / "model.gguf"), torch.device("cpu"))
     assert source.name == str(tmp_path / "model.gguf")
+
+
+def test_an_adapter_beside_a_model_is_not_taken_for_the_model_nor_left_out(model: Path):
+    """transformers would load it into the model, where a run that reads the files knows nothing of it."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), settings).save_pretrained(model)
+    refused(model, "has an adapter beside its weights.*merge_and_unload")
+    checked = modegpt("check", model, "--config-only")
+    assert_refused(checked, "has an adapter beside its weights")
+    (model / "config.json").unlink()
+    refused(model, "holds an adapter, and no model")
+
+
+def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(model: Path, capfd: pytest.CaptureFixture):
+    (model / "own.py").write_text("raise SystemExit('run')")
+    edit_config(model, model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
+    refused(model, "needs code that comes with it, which is not run")
+    assert not capfd.readouterr().out
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_tensors_that_have_no_place_in_the_model_are_told(model: Path, whole: bool):
+    edit_weights(model, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 64)}))
+    edit_weights(model, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    if whole:
+        torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+        (model / "model.safetensors").unlink()
+    notes = open_source(str(model), torch.device("cpu")).notes
+    assert notes[-1].startswith("the files hold the tensor 'score.weight' for which")
+    assert len(notes) == 1 + whole
+
+
+def test_a_folder_may_be_called_as_a_file_is(model: Path):
+    folder = model.rename(model.with_name("model.gguf"))
+    assert open_model(str(folder)).config.model_type == "llama"
+    with pytest.raises(InputError, match=r"model file .* does not exist"):
+        open_model(str(model.with_name("MODEL.GGUF")))

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 from typer.testing import CliRunner, Result
 
-from modegpt import MissingExtraError, evaluate_tasks
+from modegpt import InputError, MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
 from modegpt.commands.bench import _tables as bench_tables
@@ -520,10 +520,13 @@ def test_info_refuses_what_is_no_compressed_checkpoint(run: tuple[Path, Result],
     folder = tmp_path / "broken"
     shutil.copytree(run[0], folder)
     weights = folder / "model.safetensors"
+    before = modegpt("info", folder).stdout
+    shutil.copyfile(weights, folder / "adapter_model.safetensors")
+    assert modegpt("info", folder).stdout == before  # another's weights
     weights.write_bytes(weights.read_bytes()[:-1])
     assert_refused(modegpt("info", folder), "model.safetensors")
     weights.unlink()
-    assert_refused(modegpt("info", folder), ".safetensors")
+    assert_refused(modegpt("info", folder), "no .safetensors file of a model")
 
 
 def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path: Path):
@@ -540,6 +543,10 @@ def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path:
     assert 350 < compressed["perplexity"] < 500
     assert dense["evaluated_tokens"] == compressed["evaluated_tokens"] == 12 * 511
     assert set(stages) == {"coverage", "compress", "evaluate", "timing"}
+    assert json.loads((tmp_path / "kept" / "report.json").read_text())["model"] == str(tiny_llama_dir)
+    (tmp_path / "cut.partial").mkdir()
+    with pytest.raises(InputError, match="of a demo that was interrupted: add --overwrite"):
+        run_demo(tmp_path / "cut", False, None, tiny_llama_dir)
     console = Console(width=100, record=True, file=io.StringIO())
     for part in tables(result):
         console.print(part)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -286,3 +288,48 @@ def test_the_file_is_opened_by_its_names_alone(narrow: Path, tmp_path: Path):
     shutil.move(tmp_path / "here" / "stock", tmp_path / "there")
     code = "import sys; from transformers import pipeline; print(pipeline('text-generation', sys.argv[1])('the')[0])"
     assert "generated_text" in run_python("-c", code, "there", cache=tmp_path)
+
+
+def test_a_disk_that_is_full_while_the_tokenizer_is_written_is_one_line(narrow: Path, tmp_path: Path):
+    model = shutil.copytree(narrow, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens([f"token {number} {'x' * 100}" for number in range(4000)])
+    tokenizer.save_pretrained(model)
+    size = (model / "tokenizer.json").stat().st_size
+    assert size > 2 * (model / "model.safetensors").stat().st_size
+    code = (
+        "import resource, sys\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({size // 2}, -1))\n"
+        "sys.argv = ['modegpt', 'export', sys.argv[1], '--out', sys.argv[2]]\n"
+        "import runpy; runpy.run_module('modegpt', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", code, model, tmp_path / "out"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "File too large; make room, and export again" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_config_that_transformers_does_not_save_is_one_line(narrow: Path, tmp_path: Path):
+    model = shutil.copytree(narrow, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "output_attentions": True}))
+    assert_refused(command("export", model, "--out", tmp_path / "out"), "transformers does not save", "attentions")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("call", ["info", "export"])
+def test_a_description_that_is_cut_or_newer_is_refused(narrow: Path, tmp_path: Path, call: str):
+    model = shutil.copytree(narrow, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    options = ["--out", tmp_path / "out"] if call == "export" else []
+    own, layers = config["modegpt"], config["modegpt"]["layers"]
+    narrower = [{key: size for key, size in layer.items() if key != "mlp_width"} for layer in layers]
+    for changed, said in (
+        ({**own, "version": 99}, "format version 99"),
+        ({key: value for key, value in own.items() if key != "architecture"}, "is broken: copy the checkpoint again"),
+        ({**own, "layers": layers[:-1]}, "is broken"),
+        ({**own, "layers": narrower}, "is broken"),
+    ):
+        (model / "config.json").write_text(json.dumps({**config, "modegpt": changed}))
+        assert_refused(command(call, model, *options), said)

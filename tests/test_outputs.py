@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 from modegpt.cli import app
-from modegpt.commands.shared import console
+from modegpt.commands.shared import check_json, console
 
 
 def modegpt(*args: object) -> Result:
@@ -78,3 +79,17 @@ def test_a_plan_and_a_share_contradict_each_other(plan: tuple[object, ...], tiny
         result = modegpt(*call, option, value)
         assert result.exit_code == 2
         assert f"leave out {option}" in result.stderr
+
+
+def test_json_replaces_nothing_that_is_read(tiny_llama_dir: Path, tmp_path: Path):
+    text, model = tmp_path / "text.json", shutil.copytree(tiny_llama_dir, tmp_path / "model")
+    text.write_text("[]")
+    before = (model / "config.json").read_bytes()
+    for file in (text, model / "config.json", model / "model.safetensors", model / "tokenizer_config.json"):
+        result = modegpt("plan", model, "--calibration", text, "--json", file)
+        assert result.exit_code == 2
+        assert "would replace what is read" in result.output
+    assert (text.read_text(), (model / "config.json").read_bytes()) == ("[]", before)
+    check_json(str(model / "eval.json"), model)
+    (model / "eval.json").write_text("{}")
+    check_json(str(model / "eval.json"), model)  # a result of before

@@ -353,3 +353,35 @@ def test_contexts_are_fitted_to_what_varies():
     close = {"rtol": 1e-6, "atol": 1e-6}  # float32 weights
     torch.testing.assert_close(first.weights["output"].weight, second.weights["output"].weight, **close)
     assert first.error == pytest.approx(second.error, rel=1e-6)
+
+
+@pytest.mark.parametrize("d_head", range(2, 24))
+def test_a_rank_is_split_into_parts_that_the_head_has(d_head: int):
+    """Of an even head with a rotary embedding only even ranks are asked for."""
+    for rotary_dim in range(0, d_head + 1, 2):
+        for rank in range(1, d_head + 1):
+            if rotary_dim and d_head % 2 == 0 and rank % 2:
+                continue
+            pairs, plain = split_rank(rank, replace(dims_of(rotary_dim), d_head=d_head))
+            assert 2 * pairs + plain == rank
+            assert 0 <= 2 * pairs <= rotary_dim
+            assert 0 <= plain <= d_head - rotary_dim
+
+
+@pytest.mark.parametrize("solver", ["energy", "saliency"])
+def test_neurons_that_hardly_vary_under_a_bias_can_be_chosen(solver: str):
+    """What is left of them beside the mean is as much rounding error as variance."""
+    torch.manual_seed(6)
+    dims = replace(dims_of(), d_int=256)
+    z = (3 + torch.rand(256)) * (1 + 0.01 * torch.randn(4096, 5) @ torch.randn(5, 256))
+    moments = BlockMoments({"mlp": (z.T @ z).double(), "mlp_sum": z.double().sum(0)}, len(z))
+    assert torch.linalg.eigvalsh(centred(moments, "mlp"))[0] < 0
+    decision = SOLVERS["mlp"][solver].decide(weights_of(dims), dims, moments, 100, CONFIG)
+    assert decision.weights["down"].weight.isfinite().all()
+    assert decision.error < 1
+
+
+def test_tokens_of_no_weight_have_a_mean():
+    moments = BlockMoments({"mlp": torch.zeros(4, 4).double(), "mlp_sum": torch.zeros(4).double()}, 0.0)
+    assert not moments.mean("mlp").any()
+    assert not centred(moments, "mlp").any()

@@ -15,10 +15,12 @@ from . import modeling_modegpt
 from .architectures import Architecture
 from .errors import InputError
 from .formats.safetensors_merge import Entry
-from .modeling_modegpt import FORMAT_VERSION, PREFIX, auto_map, compressed_class
+from .modeling_modegpt import FORMAT_VERSION, PREFIX, auto_map, check_version, compressed_class
 
 REPORT_NAME = "report.json"
 MODELING_FILE = "modeling_modegpt.py"
+LAYER_KEYS = ("rope_pairs", "qk_plain", "value_dim", "mlp_width")
+"""What the config says of each layer."""
 
 
 def compressed_config(
@@ -39,6 +41,27 @@ def compressed_config(
     config.architectures = [PREFIX + architecture.causal_class]
     config.auto_map = auto_map(config)
     return config
+
+
+def check_description(description: Any, n_layers: int, name: str | Path) -> None:
+    """Raise `InputError` unless the key `modegpt` of a config says all that a reader needs, in a version known here.
+
+    Args:
+        description: the key's value; of more layers than the model has, which someone took some from, the first count.
+        n_layers: of the model.
+        name: what is read.
+    """
+    try:
+        check_version(description)
+        said = len(description["layers"]) >= n_layers and isinstance(description["architecture"]["layers"], str)
+        for layer in description["layers"]:
+            said = said and all(isinstance(layer[key], int) for key in LAYER_KEYS)
+    except ValueError as problem:
+        raise InputError(f"'{name}' cannot be read: {problem}") from problem
+    except (KeyError, TypeError):
+        said = False
+    if not said:
+        raise InputError(f"the key 'modegpt' in the config of '{name}' is broken: copy the checkpoint again")
 
 
 def build(config: PreTrainedConfig, state: dict[str, Tensor]) -> PreTrainedModel:
@@ -84,7 +107,6 @@ def check_apart(out: Path, files: Mapping[str, Entry]) -> None:
 
 
 def holds(folder: Path, other: Path) -> bool:
-    """Whether a path is a folder, or in it, wherever links lead."""
     """Whether something that exists is a folder, or in it, wherever links lead."""
     return other.exists() and other.resolve().is_relative_to(folder.resolve())
 

@@ -76,7 +76,7 @@ def compress(
     json_file: str | None = JSON,
 ) -> None:
     """Compress MODEL and write an ordinary checkpoint with its report."""
-    check_json(json_file)
+    check_json(json_file, model, calibration)
     begin()
     from .commands.progress_bar import ProgressBar
     from .compress import compress_to_folder
@@ -115,7 +115,7 @@ def plan(
     json_file: str | None = JSON,
 ) -> None:
     """Show what compress would do to every layer of MODEL, and compress nothing; --json writes a plan."""
-    check_json(json_file)
+    check_json(json_file, model, calibration)
     if plot is not None:
         check_plot(plot, PLOTS)
     begin()
@@ -172,11 +172,12 @@ def generate(
     if temperature and not 1e-3 <= temperature < float("inf"):
         raise InputError(f"temperature {temperature} is neither 0 nor a number from 0.001 up")
     check_seed(seed)
-    check_json(json_file)
+    check_json(json_file, model)
     begin()
     import torch
 
-    from .loading.models import open_config, open_model, open_tokenizer, resolve_device
+    from .loading.models import open_config, open_model, resolve_device
+    from .loading.tokenizers import open_tokenizer
     from .measuring.prompts import encode
     from .report import protocol
 
@@ -203,7 +204,7 @@ def info(
     folder: Path = typer.Argument(..., metavar="DIR", help="A compressed checkpoint."), json_file: str | None = JSON
 ) -> None:
     """Show what a compressed checkpoint holds, without loading its weights."""
-    check_json(json_file)
+    check_json(json_file, folder)
     from .inspection import describe
     from .report import protocol
 

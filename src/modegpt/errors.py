@@ -1,7 +1,10 @@
 """The errors a user can meet, one class for each way they are handled."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from safetensors import SafetensorError
 
 
 class ModegptError(Exception):
@@ -33,19 +36,30 @@ class WriteError(ModegptError):
     """The disk refused a file; what was finished before is kept, and the message says how to go on. Exit code 1."""
 
 
+DISK = (OSError, SafetensorError)
+"""What writing a file may raise."""
+
+
+def is_full(problem: Exception) -> bool:
+    """Whether one of `DISK` says that there is no room, which the writer of safetensors files does not tell apart."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return not isinstance(problem, OSError) or problem.errno in full
+
+
 @contextmanager
-def refused(what: str) -> Iterator[None]:
+def refused(what: str, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn whatever a reader of files or configs raises into one line.
 
     For a name that nothing stands behind, a missing network, a broken file or a config that contradicts itself
-    transformers and safetensors raise a dozen kinds of errors with no common base.
+    transformers and safetensors raise a dozen kinds of errors with no common base. What is of a kind in `but` stays as
+    it is.
 
     Raises:
         InputError: something was raised; says what could not be done, and the first line of why.
     """
     try:
         yield
-    except MemoryError:
+    except (MemoryError, *but):
         raise
     except Exception as problem:
         kind = "" if isinstance(problem, (OSError, ValueError)) else f"{type(problem).__name__}: "
@@ -53,6 +67,8 @@ def refused(what: str) -> Iterator[None]:
 
 
 def first_line(problem: Exception) -> str:
-    """Return what an error says first, or its name if it says nothing."""
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
+    """Return what an error says first, or its name if it says nothing; of a heading with what stands under it."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    if not lines:
+        return type(problem).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

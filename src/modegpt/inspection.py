@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from .architectures import ARCHITECTURES, Architecture, Dimensions
-from .checkpoint import REPORT_NAME, read_json
+from .checkpoint import REPORT_NAME, check_description, read_json
 from .errors import InputError
-from .formats.safetensors_merge import Entry, main_dtype, read_header
+from .formats.safetensors_merge import Entry, main_dtype
+from .loading.stored_tensors import find_tensors
 from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -36,8 +37,11 @@ def describe(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder)
     config = _read_config(path)
-    tensors = _headers(path)
     architecture, dims = _dense_sizes(path, config)
+    check_description(config["modegpt"], dims.n_layers, path)
+    tensors = find_tensors(path)
+    if not tensors:
+        raise InputError(f"folder '{path}' has no .safetensors file of a model; the checkpoint is incomplete")
     shapes = {
         f".{name}": entry.shape
         for name, entry in tensors.items()
@@ -82,7 +86,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
             "dense": dense_cache,
             "compressed": sum(layer["kv_bytes_per_token"] for layer in layers),
         },
-        "file_bytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
+        "file_bytes": sum(file.stat().st_size for file in {entry.path for entry in tensors.values()}),
         "layers": layers,
     }
 
@@ -100,24 +104,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not compressed:
         raise InputError(f"folder '{path}' is not a compressed checkpoint; give a folder that modegpt compress wrote")
     return config
-
-
-def _headers(path: Path) -> dict[str, Entry]:
-    """Return where every tensor of the folder's safetensors files is, its shape and its dtype."""
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise InputError(f"folder '{path}' has no .safetensors file; the checkpoint is incomplete")
-    index = path / "model.safetensors.index.json"
-    named = read_json(index).get("weight_map", {}) if index.is_file() else {}
-    if missing := set(named.values()) - {file.name for file in files}:
-        raise InputError(f"folder '{path}' lacks {', '.join(sorted(missing))}; the checkpoint is incomplete")
-    tensors: dict[str, Entry] = {}
-    for file in files:
-        try:
-            tensors |= read_header(file)[0]
-        except (ValueError, KeyError) as problem:
-            raise InputError(f"'{file}' is no readable safetensors file; copy the checkpoint again") from problem
-    return tensors
 
 
 def _element_bytes(tensors: dict[str, Entry]) -> int:

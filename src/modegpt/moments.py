@@ -119,6 +119,10 @@ class BlockMoments:
             self._half.remove(name)
         return total
 
+    def mean(self, name: str) -> Tensor:
+        """Return the mean of some states whose sum was taken; 0 where no token has any weight."""
+        return self.sums[f"{name}_sum"] / (self.n_tokens or 1.0)
+
     def expert(self, number: int) -> "BlockMoments":
         """Return those of one expert, as of an MLP."""
         return BlockMoments({"mlp": self["experts"][number]}, self.n_tokens)

@@ -204,3 +204,24 @@ def test_where_one_of_a_batch_is_singular_all_are_pseudo_inverses(seed, width):
 
 def test_a_zero_matrix_has_a_zero_inverse():
     assert torch.equal(psd.inverse(torch.zeros(2, 3, 3, dtype=torch.float64)), torch.zeros(2, 3, 3).double())
+
+
+@pytest.mark.parametrize(("n_rows", "n_tokens", "size"), [(64, 20, 1e3), (40, 10, 1e6)])
+def test_a_moment_of_float32_products_of_few_large_states_has_a_factor(n_rows, n_tokens, size):
+    """Its directions that no token takes are noise of 1e-7 of the diagonal, which no fixed shift reaches."""
+    states = (normal(n_rows, n_tokens, n_rows) * size).float()
+    moment = (states.T @ states).double()
+    assert torch.linalg.eigvalsh(moment)[0] < 0
+    found = psd.cholesky(moment, 1.0)
+    assert 0 < found.jitter < 1e-4
+
+
+def test_what_float32_products_do_not_know_is_no_direction():
+    states = normal(1, 30, 50).float()
+    moment, rhs = (states.T @ states).double(), normal(2, 50, 3)
+    blind, aware = psd.solve(moment, rhs), psd.solve(moment, rhs, psd.KNOWN)
+    exact = psd.solve(states.double().T @ states.double(), rhs)
+    assert (exact.rank, aware.rank) == (30, 30)
+    assert blind.rank > 30
+    torch.testing.assert_close(aware.x, exact.x, rtol=1e-3, atol=1e-3 * exact.x.abs().max().item())
+    assert blind.x.norm() > 100 * exact.x.norm()

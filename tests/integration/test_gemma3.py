@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import modegpt
 from modegpt.calibration import load_text, tokenize
 from modegpt.cli import app
-from modegpt.loading.models import open_model, open_tokenizer
+from modegpt.loading.models import open_model
+from modegpt.loading.tokenizers import open_tokenizer
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(3600)]
 

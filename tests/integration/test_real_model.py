@@ -15,7 +15,8 @@ from modegpt import CompressionConfig, MissingExtraError
 from modegpt.architectures import architecture_of
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.commands.demo import model_file
-from modegpt.loading.models import open_model, open_tokenizer
+from modegpt.loading.models import open_model
+from modegpt.loading.tokenizers import open_tokenizer
 
 pytestmark = pytest.mark.real_model
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, MistralConfig
 
 from modegpt import CompressionConfig, compress
 from modegpt.checks.tiny import random_model
-from modegpt.loading.models import open_tokenizer
+from modegpt.loading.tokenizers import open_tokenizer, save_tokenizer
 
 SPECIAL = 32
 """Tokens before those of bytes: the package knows twenty, and names the rest by number."""
@@ -53,3 +53,10 @@ def test_a_tokenizer_of_mistral_common_is_saved_whole(mistral: Path, tmp_path: P
         assert reads(AutoTokenizer.from_pretrained(out)) == reads(own)
         # By this `report` tells whether two models have one tokenizer.
         assert open_tokenizer(str(out)).get_vocab() == open_tokenizer(str(mistral)).get_vocab()
+
+
+def test_what_the_disk_refuses_of_a_tokenizer_is_an_error_of_the_disk(tiny_llama_dir: Path, tmp_path: Path):
+    """The tokenizers' own writer raises an exception of no class."""
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        save_tokenizer(AutoTokenizer.from_pretrained(tiny_llama_dir), tmp_path, None)

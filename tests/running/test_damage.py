@@ -247,3 +247,13 @@ def test_scores_are_kept_by_solver():
     together = [scored.plan(config).config.plan for config in configs]
     assert together == [Scored(dense, windows).plan(config).config.plan for config in configs]
     assert together[0] != together[1]
+
+
+def test_a_divergence_of_steep_distributions_is_a_number():
+    """A log-probability that rises by more than 709 leaves float64 as a power of its own."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 800 * torch.randn(8, 101, generator=generator)
+    changed = logits + 400 * torch.randn(8, 101, generator=generator)
+    p, q = (each.double().log_softmax(-1) for each in (logits, changed))
+    assert (q - p).max() > 709
+    assert divergence(logits.log_softmax(-1), changed) == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-6)

@@ -92,6 +92,7 @@ def test_continuations_begin_where_all_windows_begin():
     assert torch.equal(windows, expected(dense, 3, seed=0, start=7))
     assert beginning(begun[:1]) is None  # one window tells nothing
     assert beginning(calibration()) is None
+    assert beginning(torch.full((4, 1), 5)) is None  # nothing would follow
 
 
 def test_one_window_of_a_text_begins_as_the_text_does(

@@ -35,7 +35,7 @@ def bench(
         "repeats": repeats,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    check_json(json_file)
+    check_json(json_file, model, against)
     begin()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

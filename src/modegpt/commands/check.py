@@ -22,7 +22,7 @@ def check(
     if config_only and weights:
         raise InputError("--config-only runs nothing and --weights runs the model: give one of them")
     settings = CompressionConfig(sparsity=sparsity)
-    check_json(json_file)
+    check_json(json_file, model)
     begin()
     import torch
 
@@ -31,10 +31,12 @@ def check(
     from ..formats.packed import packing, plain
     from ..formats.text_part import about_text_part, text_part
     from ..loading.models import open_model, outer_config
+    from ..loading.places import check_no_adapter
     from ..report import protocol
     from .progress_bar import ProgressBar
 
     outer = outer_config(model)
+    check_no_adapter(model)
     said = text_part(outer)
     packed, config = packing(said), plain(said)
     told = facts(config, supported(config), settings.sparsity)

@@ -16,13 +16,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..calibration import load_text, tokenize
-from ..checkpoint import check_output
+from ..checkpoint import REPORT_NAME, check_output, read_json, write_json
 from ..compress import compress_to_folder
 from ..config import CompressionConfig
-from ..errors import MissingExtraError
+from ..errors import InputError, MissingExtraError
 from ..evaluate import perplexity
 from ..inspection import describe
-from ..loading.models import open_model, open_tokenizer
+from ..loading.models import open_model
+from ..loading.tokenizers import open_tokenizer
 from ..progress import Progress
 from ..report import protocol
 
@@ -68,6 +69,8 @@ def run(
     file = model or model_file()
     if out is not None:
         check_output(out, overwrite)
+        if not overwrite and out.with_name(f"{out.name}.partial").exists():
+            raise InputError(f"'{out}.partial' is of a demo that was interrupted: add --overwrite to begin anew")
     start = time.perf_counter()
     tokenizer = open_tokenizer(str(file))
     held_out = tokenize(load_text(TEXT, "evaluation"), tokenizer)
@@ -81,6 +84,8 @@ def run(
         report = compress_to_folder(
             str(dense_folder), TEXT, folder, SETTINGS, tokenizer=tokenizer, overwrite=overwrite, progress=progress
         )
+        # The copy that was read goes; it is the same model.
+        write_json({**read_json(folder / REPORT_NAME), "model": str(file)}, folder / REPORT_NAME)
         found = describe(folder)
         models = {"dense": open_model(str(dense_folder), "auto"), "compressed": open_model(str(folder), "auto")}
         measured: dict[str, Any] = {}

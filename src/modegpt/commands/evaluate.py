@@ -58,13 +58,14 @@ def evaluate(
     bounds = Bounds(seq_len, max_windows, batch_size, limit)
     data = list(dict.fromkeys(data)) or ([] if tasks else [DEFAULT_DATA])
     _check(models, data, tasks, bounds)
-    check_json(json_file)
+    check_json(json_file, *models, *data, *tasks)
     begin()
     from ..calibration import check_source, start_token
     from ..comparing.in_turn import common_window, open_texts, seen_text
     from ..formats.text_part import about_text_part, text_part
     from ..inspection import calibrated_on
-    from ..loading.models import open_model, open_tokenizer, outer_config, resolve_device
+    from ..loading.models import open_model, outer_config, resolve_device
+    from ..loading.tokenizers import open_tokenizer
     from ..measuring.zero_shot import harness_version, open_tasks
     from ..report import protocol
     from .progress_bar import ProgressBar

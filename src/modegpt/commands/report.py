@@ -33,7 +33,7 @@ def report(
     if against is not None and not data and not prompt:
         raise InputError("--against measures nothing by itself; add --data, --prompt or both")
     check_used(data, (), None, {"--seq-len": seq_len, "--max-windows": max_windows})
-    check_json(json_file)
+    check_json(json_file, folder, bench_file, *eval_files, *data)
     target = _target(folder, out)
     evals = [_read(path, "eval") for path in eval_files]
     bench = None if bench_file is None else _read(bench_file, "bench")

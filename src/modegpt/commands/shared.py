@@ -22,6 +22,22 @@ JSON = typer.Option(None, "--json", metavar="FILE", help="Write the result as JS
 
 PIPED_WIDTH = 200
 """Columns of a table that goes into a file or a pipe, where nothing says how wide it may be."""
+MODEL_FILES = (
+    "config.json",
+    "*_config.json",
+    "*.index.json",
+    "tokenizer*",
+    "vocab*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "tekken.json",
+    "report.json",
+    "*.safetensors",
+    "*.bin",
+    "*.py",
+)
+"""What a model's folder holds of the model, and not of results about it."""
 INTERRUPTED = 130
 """What shells return for a program that Ctrl-C ended."""
 
@@ -128,10 +144,21 @@ def check_positive(name: str, value: int | None) -> None:
         raise InputError(f"{name} {value} is not a positive whole number")
 
 
-def check_json(file: str | None) -> None:
-    """Refuse, before the work, a `--json` target that could not be written after it."""
-    if file is not None and file != "-":
-        check_file("--json", file, "; give a file name, or - for standard output")
+def check_json(file: str | None, *read: str | Path | None) -> None:
+    """Refuse, before the work, a `--json` target that could not be written after it, or that is read.
+
+    Args:
+        file: the target.
+        read: models, texts, tasks and results that the command reads; what is no file or folder is passed over.
+    """
+    if file is None or file == "-":
+        return
+    check_file("--json", file, "; give a file name, or - for standard output")
+    target = Path(file).resolve()
+    for path in (Path(each).resolve() for each in read if each is not None and target.is_file()):
+        of_model = target.parent == path and any(target.match(pattern) for pattern in MODEL_FILES)
+        if path == target or of_model:
+            raise InputError(f"--json '{file}' would replace what is read: give another file name")
 
 
 def check_file(option: str, file: str | Path, hint: str = "; give a file name") -> None:

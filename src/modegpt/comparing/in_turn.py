@@ -10,7 +10,8 @@ from torch import Tensor
 from ..calibration import begin_windows, check_source, load_text, start_token, tokenize
 from ..errors import InputError
 from ..evaluate import check_window, perplexity
-from ..loading.models import has_tokenizer, open_config, open_model, open_tokenizer, resolve_device
+from ..loading.models import open_config, open_model, resolve_device
+from ..loading.tokenizers import has_tokenizer, open_tokenizer
 from ..measuring.prompts import encode
 from ..progress import Progress
 from ..report import protocol

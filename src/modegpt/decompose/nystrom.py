@@ -124,7 +124,7 @@ def _correct(
     cross, kept_moment = _crossed(moment, down, kept, dropped)
     diagonal = kept_moment.diagonal().clone()
     kept_moment.diagonal().mul_(1 + ridge)
-    found = psd.solve(kept_moment, cross)
+    found = psd.solve(kept_moment, cross, psd.KNOWN)
     kept_moment.diagonal().copy_(diagonal)
     return cross, kept_moment, found
 

@@ -8,8 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-JITTER_STEPS = 8
-"""How often a failing Cholesky is retried, each time with ten times the jitter: eps·n to 1e7·eps·n of the diagonal."""
+JITTER_STEPS = 10
+"""How often a failing Cholesky is retried, each time with ten times the jitter: eps·n to 1e9·eps·n of the diagonal. As
+the products in a moment are rounded to float32, one of some ten rows may need 1e-5 in float64."""
+KNOWN = 1e-6
+"""Of its largest eigenvalue, the share below which one of a moment is rounding error of the products in it: float32's
+eps, some times over."""
 
 COLUMN_BLOCK = {"cpu": 512, "cuda": 2048}
 """Columns of an inverse that are solved for at once, by device type. On a GPU too few leave most of it idle; 2048 of
@@ -99,24 +103,29 @@ def inverse_diagonal(lower: Tensor) -> Tensor:
     return result
 
 
-def solve(matrix: Tensor, rhs: Tensor) -> Solution:
+def solve(matrix: Tensor, rhs: Tensor, known: float = 0.0) -> Solution:
     """Minimum-norm solution of `A X = B` for a positive semidefinite `(n, n)` matrix `A` and `(n, m)` `B`.
 
     `A` is first scaled to unit diagonal (`D⁻¹ A D⁻¹`, `D = diag(A)^½`), which makes neurons of very different
-    size comparable. If its Cholesky pivots all exceed `√(n·eps)`, the triangular solves give `A⁻¹B` in `n³/3 + 2n²m`
-    operations. Otherwise the scaled matrix may be singular and its pseudo-inverse is taken through an
+    size comparable. If its Cholesky pivots all exceed `√(n·eps)` and `known`, the triangular solves give `A⁻¹B` in
+    `n³/3 + 2n²m` operations. Otherwise the scaled matrix may be singular and its pseudo-inverse is taken through an
     eigendecomposition (about `9n³`); the minimum norm is then that of `D X`. Rows of zero diagonal get zeros, and leave
     the others to the triangular solves.
+
+    Args:
+        matrix: `A`.
+        rhs: `B`.
+        known: eigenvalues of the scaled matrix below this share of the largest count as zero there, too.
     """
     require_finite(matrix, "the matrix")
     scale, scaled = _unit_diagonal(matrix)
-    lower = _sound_factor(scaled)
+    lower = _sound_factor(scaled, known)
     if lower is not None:
         found = torch.cholesky_solve(scale[:, None] * rhs, lower)
         return Solution(scale[:, None] * found, int(scale.count_nonzero()))
     scaled.diagonal().mul_(scale > 0)
     values, vectors = torch.linalg.eigh(scaled)
-    keep = values > tolerance(matrix) * values[-1].clamp_min(0)
+    keep = values > max(tolerance(matrix), known) * values[-1].clamp_min(0)
     inverse = torch.where(keep, 1 / torch.where(keep, values, 1), 0)
     projected = vectors.mT @ (scale[:, None] * rhs)
     return Solution(scale[:, None] * (vectors @ (inverse[:, None] * projected)), int(keep.sum()))
@@ -149,13 +158,13 @@ def _unit_diagonal(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return scale, scaled
 
 
-def _sound_factor(scaled: Tensor) -> Tensor | None:
+def _sound_factor(scaled: Tensor, known: float = 0.0) -> Tensor | None:
     """Return the Cholesky factors of matrices of unit diagonal, or None where one of them may be singular."""
     lower, info = torch.linalg.cholesky_ex(scaled)
     # A pivot carries a rounding error of n·eps over the pivots before it, so a zero one can come out well above n·eps;
     # above √(n·eps) the error is smaller than the pivot.
     pivots = lower.diagonal(dim1=-2, dim2=-1).square()
-    return lower if not info.any() and bool((pivots > tolerance(scaled) ** 0.5).all()) else None
+    return lower if not info.any() and bool((pivots > max(tolerance(scaled) ** 0.5, known)).all()) else None
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

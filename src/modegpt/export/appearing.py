@@ -5,10 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from ..checkpoint import check_output
-from ..errors import InputError, WriteError
+from ..errors import DISK, InputError, WriteError, is_full
 
 
 @contextmanager
@@ -51,8 +49,9 @@ def writing(out: str | Path) -> Iterator[None]:
     """Say in one line what the disk refuses."""
     try:
         yield
-    except (OSError, SafetensorError) as problem:
-        raise WriteError(f"'{out}' could not be written: {problem}; make room, and export again") from problem
+    except DISK as problem:
+        advice = "make room, and export again" if is_full(problem) else "choose another output"
+        raise WriteError(f"'{out}' could not be written: {problem}; {advice}") from problem
 
 
 def _replace(new: Path, out: Path, old: Path) -> None:

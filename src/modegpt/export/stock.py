@@ -15,11 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..architectures import Architecture, architecture_of
 from ..blocks import layers_prefix
-from ..checkpoint import assemble, check_output
+from ..checkpoint import assemble, check_description, check_output
 from ..decompose.psd import all_finite
-from ..errors import InputError, NumericalError
+from ..errors import DISK, InputError, NumericalError, refused
 from ..formats.packed import quantization
-from ..loading.models import has_tokenizer, open_config, open_model, open_tokenizer, own_dtype, save_tokenizer
+from ..loading.models import open_config, open_model, own_dtype
+from ..loading.tokenizers import has_tokenizer, open_tokenizer, save_tokenizer
 from ..modeling_modegpt import auto_map, decoder_layers
 from .appearing import appearing, writing
 from .widen import rest, widen_block
@@ -69,6 +70,7 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
     config = open_config(name)
     if not getattr(config, "modegpt", None):
         raise InputError(f"model '{name}' is not compressed: it is a stock one already")
+    check_description(config.modegpt, config.num_hidden_layers, name)
     saved, causal = (config.architectures or [None])[0], auto_map(config)["AutoModelForCausalLM"].rpartition(".")[2]
     if saved != causal:
         raise InputError(f"model '{name}' was saved as a {saved}, and export reads a {causal}: use modegpt.stock_model")
@@ -83,9 +85,11 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
             if not all_finite(tensor):
                 raise NumericalError(f"'{weight}' holds NaN or infinity in {str(tensor.dtype).removeprefix('torch.')}")
         with writing(out):
-            stock.save_pretrained(folder)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, folder, name)
+            # Of errors that are not the disk's, the settings of a config or of generation are the cause.
+            with refused(f"transformers does not save '{name}' as a {type(stock).__name__}", but=DISK):
+                stock.save_pretrained(folder)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, folder, name)
     mlp, attention = zeros(stock, layers)
     return {
         "model": name,

@@ -1,6 +1,7 @@
 """The tensors of a checkpoint folder: in which file each is, under which name, and what its numbers mean."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +14,12 @@ from transformers import PreTrainedModel
 
 from ..architectures import architecture_of
 from ..errors import InputError
-from ..formats.packed import BLOCKS, FLOATS, Packing, unpack, unpack_fours
+from ..formats.packed import BLOCKS, FLOATS, PLAIN, Packing, unpack, unpack_fours
 from ..formats.safetensors_merge import Entry, main_dtype, read_header
 from ..formats.text_part import names_in_files
 
+COMPUTED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$", r"\.attention\.bias$")
+"""Of older checkpoints: buffers that are not stored any more."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -31,16 +34,17 @@ def find_tensors(folder: Path) -> dict[str, Entry]:
     """
     index = folder / INDEX
     if (folder / SINGLE).is_file():
-        names = [SINGLE]
+        paths = [folder / SINGLE]
     elif index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            paths = sorted({folder / name for name in names})
         except (ValueError, KeyError, TypeError, AttributeError) as problem:
             raise InputError(f"'{index}' is no index of safetensors files: fetch it again") from problem
     else:
-        names = []
+        paths = []
     found: dict[str, Entry] = {}
-    for file in (folder / name for name in names):
+    for file in paths:
         if not file.is_file():
             raise InputError(f"the checkpoint's index names '{file.name}', which is not in '{folder}': fetch it again")
         try:
@@ -91,6 +95,26 @@ def stored_names(name: str, stored: Any, model: PreTrainedModel) -> list[str]:
     parts = {".gate_up_proj": (gate, up), ".up_proj": (up,), ".down_proj": (down,)}.get(key, ())
     numbers = range(architecture.dimensions(model.config).n_experts)
     return _all(stored_name(f"{block}{part.format(n)}.weight", stored, model) for n in numbers for part in parts)
+
+
+def left_over(files: dict[str, Entry], model: PreTrainedModel) -> list[str]:
+    """Return the names of stored tensors that have no place in a model, but for what its class knows and leaves out.
+
+    Scales of packed weights have one, and so have masks and rotary frequencies, which are computed anew.
+    """
+    placed = {stored for name in model.state_dict() for stored in stored_names(name, files, model)}
+    passed = re.compile("|".join((*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED)))
+    packed = {name.rpartition(".")[0] for name, entry in files.items() if entry.dtype not in PLAIN}
+    rest = (name for name in files.keys() - placed if not passed.search(name))
+    return sorted(name for name in rest if name.rpartition(".")[0] not in packed)
+
+
+def about_unused(names: list[str]) -> list[str]:
+    """Return what a result says of stored tensors that have no place in the model."""
+    if not names:
+        return []
+    number = f"{len(names)} tensors, '{names[0]}' among them," if len(names) > 1 else f"the tensor '{names[0]}'"
+    return [f"the files hold {number} for which a causal language model of this config has no place: left out"]
 
 
 def is_joined(name: str, model: PreTrainedModel) -> bool:

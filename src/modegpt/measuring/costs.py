@@ -24,7 +24,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..cache_name import CACHE
 from ..formats.text_part import has_text_part, is_text
-from ..loading.models import device_of, local_folder, outer_config
+from ..loading.models import device_of, outer_config
+from ..loading.places import local_folder
 from ..loading.stored_tensors import find_tensors
 
 PROBE_TOKENS = 2

@@ -226,7 +226,7 @@ def sample(logits: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def beginning(windows: Tensor, known: int | None = None) -> int | None:
-    """Return the token with which all windows begin, if they do: Gemma's `<bos>`, say.
+    """Return the token with which all windows begin, if they do and more follows: Gemma's `<bos>`, say.
 
     Args:
         windows: of a text, or ids of which nothing is known; one alone tells nothing.
@@ -234,4 +234,5 @@ def beginning(windows: Tensor, known: int | None = None) -> int | None:
     """
     if known is not None:
         return known
-    return int(windows[0, 0]) if len(windows) > 1 and (windows[:, 0] == windows[0, 0]).all() else None
+    tells = len(windows) > 1 and windows.shape[1] > 1
+    return int(windows[0, 0]) if tells and (windows[:, 0] == windows[0, 0]).all() else None

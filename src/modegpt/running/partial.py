@@ -7,7 +7,6 @@ replaces) and `replaced/` (the same, once it is to be removed). Every file appea
 `<out>` by one. Nothing else is ever removed. A run locks the folder.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -17,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ..checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
-from ..errors import InputError, WriteError
+from ..errors import DISK, InputError, WriteError, is_full
 from ..formats.safetensors_merge import Entry, merge, read_header
 from ..inspection import describe
-from ..loading.models import save_tokenizer
+from ..loading.tokenizers import save_tokenizer
 from .folder_lock import FolderLock
 from .preparation import Text
 from .surgery import BlockOutcome
@@ -246,11 +245,11 @@ class PartialCheckpoint:
     def _refusals_explained(self, what: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError) as problem:
-            full = isinstance(problem, SafetensorError) or problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        except DISK as problem:
+            advice = "make room" if is_full(problem) else "mend that"
             raise WriteError(
-                f"{what} could not be written to '{self.folder}': {problem}; "
-                f"finished layers are kept: {'make room' if full else 'mend that'}, then go on with --resume"
+                f"{what} could not be written to '{self.folder}': {problem}; finished layers are kept: {advice}, then "
+                "go on with --resume"
             ) from problem
 
     def _file(self, index: int) -> Path:

@@ -27,16 +27,15 @@ from ..loading.models import (
     beyond_vocabulary,
     check_model,
     compute_dtype,
-    has_tokenizer,
-    local_folder,
-    open_model,
-    open_tokenizer,
+    load_model,
     outer_config,
     own_dtype,
     read_generation_config,
 )
+from ..loading.places import local_folder
 from ..loading.shards import ShardBlocks, open_shards, skeleton
-from ..loading.stored_tensors import find_tensors, stored_dtype
+from ..loading.stored_tensors import about_unused, find_tensors, left_over, stored_dtype
+from ..loading.tokenizers import has_tokenizer, open_tokenizer
 from ..observing.experts import run_in_turn
 from ..ranks.whole import LayerSizes
 from ..versions import versions
@@ -233,17 +232,17 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         if isinstance(opened, ShardBlocks) and folder is not None:
             blocks, identity = opened, fingerprint(opened.files)
             generation_config = read_generation_config(folder, opened.model)
-            notes = []
+            notes, unused = [], left_over(opened.files, opened.model)
             if bits := opened.packed:
                 notes.append(f"its weights, stored in {bits} bits, were unpacked as they were read")
         else:
-            loaded = open_model(name, dtype)  # which refuses packed ones
+            loaded, unused = load_model(name, dtype)  # which refuses packed ones
             config.tie_word_embeddings = loaded.config.tie_word_embeddings
             blocks = ModelBlocks(loaded, architecture, consume=True)
             generation_config, identity = loaded.generation_config, _checksum(loaded)
             notes = [f"the model was loaded whole, not streamed: {opened}"]
         run_in_turn(blocks.model)
-        notes += about_text_part(whole)
+        notes += about_text_part(whole) or about_unused(unused)
     dims = architecture.dimensions(config)
     return Source(name, config, architecture, dims, blocks, stored, generation_config, identity, notes)
 

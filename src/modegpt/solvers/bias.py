@@ -19,7 +19,7 @@ def centred(moments: BlockMoments, name: str) -> Tensor:
     moment, total = moments[name], moments.sums.get(f"{name}_sum")
     if total is None:
         return moment
-    left = moment - total[:, None] * (total / moments.n_tokens)
+    left = moment - total[:, None] * moments.mean(name)
     constant = left.diagonal() <= CONSTANT * moment.diagonal()
     left[constant], left[:, constant] = 0, 0
     return left
@@ -43,8 +43,7 @@ def shifted_bias(
         narrow: `(d_model, rank)` new one.
         keep: gives what the new one reads of the `(n,)` mean: `(rank,)`.
     """
-    total = moments.sums.get(f"{name}_sum")
-    if bias is None or total is None:
+    if bias is None or f"{name}_sum" not in moments.sums:
         return bias
-    mean = total / moments.n_tokens
+    mean = moments.mean(name)
     return bias.double() + dense @ mean - narrow @ keep(mean)

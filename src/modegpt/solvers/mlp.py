@@ -72,7 +72,9 @@ def late(*scores: Callable[[Tensor, Tensor], Tensor]) -> Decide:
         psd.require_finite(moment, "the moment of the MLP")
         # The gain is for the choice alone: least squares go row by row, and it may be 0.
         heard = _heard(down, weights.mlp_gain)
-        own = chosen_scores([score(moment, heard) for score in scores], moment, heard, rank)
+        # In float32, as `ahead` does: what is left of states that hardly vary is rounding error, for which the jitter
+        # of float64 is too small, and no choice of neurons in SmolLM2 is another one.
+        own = chosen_scores([score(moment.float(), heard.float()) for score in scores], moment, heard, rank)
         result = keep_highest(moment, down, own, rank, RIDGE)
         bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, lambda mean: mean[result.kept])
         return _decision(weights, moments, result, bias, [])
@@ -171,9 +173,8 @@ def felt_by_logits(moments: BlockMoments, scores: Tensor, energies: Tensor) -> T
         energies: `(d_int,)` `C_ii ‖w_i‖²`, of the moment that the scores are of.
     """
     squares, sums, counts = moments["fisher"]
-    total = moments.sums.get("mlp_sum")
-    if total is not None:
-        mean = total / moments.n_tokens
+    if "mlp_sum" in moments.sums:
+        mean = moments.mean("mlp")
         squares = squares - 2 * mean * sums + mean.square() * counts
     return torch.where(energies > 0, squares.clamp_min(0) * scores / energies, 0)
 
@@ -202,12 +203,12 @@ def towards(down: Affine, moments: BlockMoments, drifted: bool) -> Decision:
     """
     moment, target, energy = centred(moments, "mlp"), moments["mlp_target"], moments["target_energy"]
     if down.bias is not None:
-        mean = moments["target_sum"] / moments.n_tokens
+        mean = moments.mean("target")
         target = target - moments["mlp_sum"][:, None] * mean
         energy = energy - moments.n_tokens * mean.square().sum()
     ridge = TARGET_RIDGE if drifted else FIRST_RIDGE
     result = asymmetric_refit(moment.float(), target.float(), energy, down.weight.float(), ridge)
-    bias = None if down.bias is None else mean - result.weight.double() @ (moments["mlp_sum"] / moments.n_tokens)
+    bias = None if down.bias is None else mean - result.weight.double() @ moments.mean("mlp")
     return Decision({"down": Affine(result.weight, bias)}, result.error, _deficiency(result))
 
 

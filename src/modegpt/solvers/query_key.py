@@ -22,6 +22,8 @@ def split_rank(rank: int, dims: Dimensions) -> tuple[int, int]:
         return 0, rank
     plain = round(rank * (dims.d_head - dims.rotary_dim) / dims.d_head)
     plain += (rank - plain) % 2
+    if plain > dims.d_head - dims.rotary_dim:  # of an odd head at an even rank
+        plain -= 2
     return (rank - plain) // 2, plain
 
 
