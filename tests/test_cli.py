@@ -29,7 +29,8 @@ from modegpt.commands.bench import _tables as bench_tables
 from modegpt.commands.demo import model_file, tables
 from modegpt.commands.demo import run as run_demo
 from modegpt.commands.evaluate import _marked, _warnings
-from modegpt.commands.shared import OneLineErrors, emit, mixed_dtypes
+from modegpt.commands.shared import OneLineErrors, emit
+from modegpt.comparing.in_turn import mixed_dtypes
 from modegpt.config import CompressionConfig
 
 SMALL = ["--samples", "8", "--seq-len", "64"]

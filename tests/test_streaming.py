@@ -34,11 +34,11 @@ import modegpt
 from modegpt import CompressionConfig, InputError
 from modegpt.compress import compress_to_folder
 from modegpt.errors import WriteError
+from modegpt.formats.checkpoint_files import find_tensors
 from modegpt.formats.safetensors_merge import merge, read_header
 from modegpt.formats.shard_fingerprint import fingerprint
 from modegpt.hidden_states import HiddenStates
 from modegpt.loading.shards import open_shards
-from modegpt.loading.stored_tensors import find_tensors
 
 SETTINGS = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -31,13 +31,16 @@ class PerplexityResult(NamedTuple):
     seq_len: int
 
 
-def check_window(config: Any, seq_len: int) -> None:
-    """Raise `InputError` when a window of `seq_len` tokens has more positions than the model of `config` knows."""
+def check_window(config: Any, seq_len: int, option: str = "--seq-len") -> None:
+    """Raise `InputError` when a window of `seq_len` tokens has more positions than the model of `config` knows.
+
+    `option` is what sets the window.
+    """
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and seq_len > positions:
         raise InputError(
             f"a window of {seq_len} tokens is longer than the model's {positions} positions;"
-            f" give --seq-len {positions} or less"
+            f" give {option} {positions} or less"
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from .architectures import ARCHITECTURES, Architecture, Dimensions
 from .checkpoint import REPORT_NAME, check_description, read_json
 from .errors import InputError
+from .formats.checkpoint_files import find_tensors
 from .formats.safetensors_merge import Entry, main_dtype
-from .loading.stored_tensors import find_tensors
 from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}

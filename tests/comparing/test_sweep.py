@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
 from modegpt import CompressionConfig, InputError
@@ -134,9 +135,9 @@ def test_other_settings_are_refused_until_overwritten(tiny_llama_dir: Path, smal
     other = CompressionConfig(samples=8, seq_len=64, allocation=RULE, temperature=0.5)
     with pytest.raises(InputError, match=r"setting temperature.*--overwrite"):
         sweep(*call, other, measures(small_text_file))
-    with pytest.raises(InputError, match="evaluation window"):
-        sweep(*call, CONFIG, Measures(data=(str(small_text_file),), seq_len=32, max_windows=12, rounds=0))
-    with pytest.raises(InputError, match="evaluation text"):
+    with pytest.raises(InputError, match="--eval-seq-len is 64, and 32"):
+        sweep(*call, CONFIG, Measures(data=(str(small_text_file),), seq_len=32, max_windows=6, rounds=0))
+    with pytest.raises(InputError, match="--max-windows is 6, and 7"):
         sweep(*call, CONFIG, Measures(data=(str(small_text_file),), seq_len=64, max_windows=7, rounds=0))
     second = sweep(*call, other, measures(small_text_file), overwrite=True)
     assert second["points"][1]["layers"] != first["points"][1]["layers"]
@@ -205,7 +206,8 @@ def test_tasks_are_measured_as_eval_does(tiny_llama_dir: Path, small_text_file: 
         (["--allocation", "plan"], ["plan"]),
         (["--rounds", -1], ["rounds -1"]),
         (["--rounds", 1, "--max-windows", 0], ["max_windows 0"]),
-        (["--eval-seq-len", 513], ["513", "512"]),
+        (["--eval-seq-len", 513], ["513", "--eval-seq-len 512"]),
+        (["--sparsity", "0.123456781,0.123456781"], ["0.123456781, 0.123456781 names a point twice"]),
         (["--data", "no.txt"], ["no.txt"]),
         (["--calibration", "no.txt"], ["no.txt"]),
     ],
@@ -271,3 +273,46 @@ def test_the_model_is_not_in_what_is_written(tiny_llama_dir: Path, small_text_fi
         sweep(model, small_text_file, tmp_path, [0.3], CONFIG, measures(small_text_file), overwrite=True)
     sweep(tiny_llama_dir, small_text_file, tmp_path, [0.3], CONFIG, measures(small_text_file), overwrite=True)
     assert (model / "config.json").is_file()
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_work(small_text_file: Path, tmp_path: Path):
+    """There is no such model, which would be told first if it were opened first."""
+    for out in (small_text_file / "a" / "sweep", Path("/proc/sweep")):
+        with pytest.raises(InputError, match="nothing can be written to"):
+            sweep("no model", small_text_file, out, [0.3], CONFIG, measures(small_text_file))
+
+
+def test_what_differs_is_told_as_the_option_that_it_comes_from(
+    swept: tuple[Path, Result], tiny_llama_dir: Path, small_text_file: Path
+):
+    for rounds, windows, said in ((2, 5, "--max-windows is 6, and 5"), (1, 6, "--rounds is 2, and 1")):
+        own = Measures(data=(str(small_text_file),), seq_len=64, max_windows=windows, rounds=rounds)
+        with pytest.raises(InputError, match=said):
+            sweep(tiny_llama_dir, small_text_file, swept[0], [0.25, 0.5], CONFIG, own)
+
+
+def test_an_infinite_perplexity_is_kept_and_drawn(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
+    model.lm_head.weight.data *= 1e5
+    model.save_pretrained(tmp_path / "hot")
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "hot")
+    call = ("sweep", tmp_path / "hot", "--out", tmp_path / "s", "--sparsity", "0.2", "--calibration", small_text_file)
+    options = ("--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 2, "--rounds", 0)
+    told = [modegpt(*call, *SMALL[:4], *options) for _ in range(2)]
+    assert [result.exit_code for result in told] == [0, 0], told[1].output
+    assert "inf" in told[0].stdout
+    assert told[0].stdout == told[1].stdout
+    compared = ("compare", tmp_path / "hot", "--out", tmp_path / "c", "--methods", "paper", *call[4:])
+    for _ in range(2):
+        result = modegpt(*compared, *SMALL[:4], *options[:-2], "--plot", tmp_path / "plot.svg")
+        assert result.exit_code == 0, result.output
+        assert "inf" in result.stdout
+
+
+def test_dtypes_that_differ_are_told(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path, monkeypatch):
+    """A GPU computes in the stored dtype; here one is made believe."""
+    for module in ("loading.models", "comparing.sweep", "running.preparation"):
+        monkeypatch.setattr(f"modegpt.{module}.compute_dtype", lambda _device, own: own)
+    config = replace(CONFIG, dtype="bfloat16", allocation="uniform", solver="paper")
+    table = sweep(tiny_llama_dir, small_text_file, tmp_path / "s", [0.3], config, measures(small_text_file))
+    assert any("dense in float32, points in bfloat16" in warning for warning in table["warnings"])

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaForSequenceClassification, PreTrainedModel
 
 from modegpt import InputError, stock_model
-from modegpt.loading.stored_tensors import find_tensors
+from modegpt.formats.checkpoint_files import find_tensors
 from modegpt.modeling_modegpt import compressed_class
 
 from .conftest import Pair

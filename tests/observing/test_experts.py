@@ -18,10 +18,10 @@ from modegpt.checks.tiny import random_model, tiny_config
 from modegpt.config import CompressionConfig
 from modegpt.decompose.energy import energy_scores
 from modegpt.decompose.nystrom import keep_highest, nystrom
+from modegpt.formats.checkpoint_files import find_tensors
 from modegpt.hidden_states import HiddenStates
 from modegpt.importance import outlier_ratio
 from modegpt.loading.shards import ShardBlocks, skeleton
-from modegpt.loading.stored_tensors import find_tensors
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.observing.at_rest import at_rest

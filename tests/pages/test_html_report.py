@@ -1,6 +1,7 @@
 """The HTML page: it stands alone, it is well-formed, and it says what the JSON files say."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -8,13 +9,14 @@ import sys
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from modegpt.cli import app
 from modegpt.pages import plots
-from modegpt.pages.html_report import Names, write_report
+from modegpt.pages.html_report import Names, accuracies, write_report
 from modegpt.pages.sections import change
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
@@ -229,6 +231,8 @@ def test_wrong_calls_are_refused(run: Path, tiny_llama_dir: Path, tmp_path: Path
     refused(modegpt("report", tiny_llama_dir), "not a compressed checkpoint")
     refused(modegpt("report", run, "--against", tiny_llama_dir), "--data", "--prompt")
     refused(modegpt("report", run, "--out", tmp_path), "is a folder")
+    refused(modegpt("report", run, "--out", run / "config.json"), "config.json", "ends in .html")
+    refused(modegpt("report", run, "--json", run / "report.json"), "would replace what is read")
     refused(modegpt("report", run, "--out", tmp_path / "no" / "page.html"), "does not exist")
     refused(modegpt("report", run, "--eval", tmp_path / "no.json"), "no.json")
     refused(modegpt("report", run, "--bench", run / "report.json"), "report.json", "modegpt bench --json")
@@ -297,3 +301,47 @@ def test_models_of_one_name_are_told_apart():
 def test_more_series_than_looks_begin_anew():
     series = {str(number): ([0, 1], [number, number]) for number in range(9)}
     assert plots.lines(series, "x", "y").count("<svg") == 1
+
+
+def test_the_mean_is_of_all_tasks_of_all_files(run: Path):
+    def evaluated(task: str, acc: float, stderr: float | None) -> dict[str, Any]:
+        tasks = [{"task": task, "samples": 9, "acc": acc, "acc_stderr": stderr, "acc_norm": None}]
+        return {"model": str(run), "results": [], "tasks": tasks, "mean": {"acc": acc, "acc_stderr": stderr}}
+
+    names = Names({str(run): "compressed"})
+    *_, mean = accuracies([evaluated("a", 0.5, 0.03), evaluated("b", 1.0, 0.04)], names)
+    assert (mean["task"], mean["models"]) == ("mean", {"compressed": {"value": 0.75, "stderr": 0.025}})
+    *_, mean = accuracies([evaluated("a", 0.5, 0.03), evaluated("b", 1.0, None)], names)
+    assert mean["models"]["compressed"] == {"value": 0.75, "stderr": None}
+
+
+def test_an_infinite_perplexity_is_shown(run: Path, tiny_llama_dir: Path, tmp_path: Path):
+    entry = {"data": "text", "seq_len": 64, "tokens": 63, "nll": 1.0, "perplexity": 5.0}
+    evals = [
+        {"model": str(tiny_llama_dir), "results": [entry], "protocol": {}},
+        {"model": str(run), "results": [{**entry, "nll": None, "perplexity": None}], "protocol": {}},
+    ]
+    result = write_report(run, tmp_path / "page.html", evals=evals, dense=str(tiny_llama_dir))
+    assert result["perplexity"][0]["models"] == {"dense": 5.0, "compressed": math.inf}
+    assert Page((tmp_path / "page.html").read_text()).tables["Perplexity"][1][-2:] == ["5.0000", "inf"]
+    assert change(5.0, math.inf) == change(math.inf, 5.0) == ""
+
+
+def test_a_model_that_is_timed_against_itself(run: Path, tiny_llama_dir: Path, tmp_path: Path):
+    timed = tmp_path / "bench.json"
+    grid = ("--batch-sizes", 1, "--lengths", 8, "--new-tokens", 2, "--repeats", 1, "--json", timed)
+    assert modegpt("bench", tiny_llama_dir, "--against", tiny_llama_dir, *grid).exit_code == 0
+    result = modegpt("report", run, "--out", tmp_path / "page.html", "--bench", timed)
+    assert result.exit_code == 0, result.output
+    assert "dense, against" in (tmp_path / "page.html").read_text()
+
+
+def test_names_are_drawn_as_they_are():
+    """matplotlib takes dollars for formulas, and leaves out of a legend what begins with `_`."""
+    series = {"_a": ([0, 1], [1.0, 2.0]), "q_$5_and_$6": ([0, 1], [2.0, math.inf]), "nothing": ([0], [None])}
+    svg = plots.lines(series, "x", "costs $a_ and $b", log=True)
+    drawn = plots.bars(["$x_ and $"], {"_a": [1.0], "b": [None]}, "y")
+    for text in ("_a", "q_$5_and_$6", "costs $a_ and $b"):
+        assert text in svg
+    assert "_a" in drawn
+    assert "<title>back\\model \\1</title>" in plots.standalone(svg, "back\\model \\1")

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ..config import DTYPES, check_choice
 from ..errors import InputError
-from .shared import DEVICE, JSON, MODEL, begin, check_json, console, dtype_name, emit, mixed_dtypes, names
+from .shared import DEVICE, JSON, MODEL, begin, check_json, console, dtype_name, emit, names
 
 
 def bench(
@@ -40,6 +40,7 @@ def bench(
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ..benchmark import PRESETS, BenchSettings, benchmark, check_settings
+    from ..comparing.in_turn import mixed_dtypes
     from ..loading.models import open_config, open_model, resolve_device
     from ..measuring.costs import file_bytes
     from ..report import protocol

@@ -21,7 +21,6 @@ from .shared import (
     console,
     dtype_name,
     emit,
-    mixed_dtypes,
     names,
 )
 
@@ -156,6 +155,8 @@ def _alike(texts: dict[str, dict[str, Any]], source: str) -> bool:
 
 
 def _warnings(measured: Sequence[dict[str, Any]], texts: dict[str, dict[str, Any]]) -> list[str]:
+    from ..comparing.in_turn import mixed_dtypes
+
     found = [
         f"the tokenizers differ on '{source}': the perplexities are over different tokens, and none is marked as best"
         for source in next(iter(texts.values()))

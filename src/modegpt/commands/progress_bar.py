@@ -24,7 +24,7 @@ class ProgressBar:
         """Prepare a bar; `label` stands there until the first stage reports."""
         self._console = Console(file=sys.stderr)
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # it holds names of models
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),

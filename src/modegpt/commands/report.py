@@ -44,7 +44,7 @@ def report(
     run, _ = read_run(folder)
     samples: list[dict[str, Any]] = []
     if data or prompt:
-        from ..comparing.in_turn import measure
+        from ..comparing.in_turn import measure, mixed_dtypes
         from .progress_bar import ProgressBar
 
         if against is None and run["model"] == IN_MEMORY:
@@ -65,6 +65,9 @@ def report(
                 progress=progress,
             )
         evals += measured
+        dtypes = {part["model"]: part["protocol"]["dtype"] for part in measured}
+        for warning in mixed_dtypes(dtypes):
+            console(json_file).print(f"warning: {warning}", markup=False, soft_wrap=True)
     try:
         result = write_report(folder, target, evals=evals, bench=bench, samples=samples, dense=against)
     except (KeyError, TypeError, AttributeError, IndexError) as problem:
@@ -85,6 +88,8 @@ def _target(folder: Path, out: Path | None) -> Path:
     target = out if out is not None else folder / PAGE_NAME
     if out is not None or folder.is_dir():  # a folder that is not there is told of as what it is
         check_file("--out", target)
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--out '{target}': give a file name that ends in .html")
     return target
 
 

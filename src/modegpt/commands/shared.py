@@ -237,11 +237,3 @@ def begin() -> None:
 def dtype_name(model: Any) -> str:
     """Return the dtype of a model as users write it."""
     return str(model.dtype).removeprefix("torch.")
-
-
-def mixed_dtypes(dtypes: dict[str, str]) -> list[str]:
-    """Return a warning if models that are compared were computed in different dtypes, by label."""
-    if len(set(dtypes.values())) < 2:
-        return []
-    found = ", ".join(f"{label} in {dtype}" for label, dtype in dtypes.items())
-    return [f"computed in different dtypes, which differ by themselves: {found}; --dtype gives all of them one"]

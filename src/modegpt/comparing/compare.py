@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
     @property
     def name(self) -> str:
         """What it is called while it is made."""
-        return self.method if self.method == DENSE else f"{self.method}-{self.sparsity:g}"
+        return self.method if self.method == DENSE else f"{self.method}-{self.sparsity:.12g}"
 
     @property
     def file(self) -> str:
@@ -128,7 +128,7 @@ def _check(methods: Sequence[str], sparsities: Sequence[float]) -> None:
             raise InputError(f"method '{method}': {name} has no other rule for ranks than its own; give '{name}'")
         if ":" in method and rule not in rules:
             raise InputError(f"method '{method}': the rule '{rule}' is none of {', '.join(rules)}")
-    for what, given in (("method", list(methods)), ("sparsity", [f"{share:g}" for share in sparsities])):
+    for what, given in (("method", list(methods)), ("sparsity", [f"{share:.12g}" for share in sparsities])):
         twice = next((name for index, name in enumerate(given) if name in given[:index]), None)
         if twice is not None:
             raise InputError(f"{what} {twice} is there twice; give each once")

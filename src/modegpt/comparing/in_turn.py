@@ -83,7 +83,15 @@ def measure(
     return evals, samples
 
 
-def common_window(configs: Sequence[Any], seq_len: int | None) -> int:
+def mixed_dtypes(dtypes: dict[str, str]) -> list[str]:
+    """Return a warning if models that are compared were computed in different dtypes, by label."""
+    if len(set(dtypes.values())) < 2:
+        return []
+    found = ", ".join(f"{label} in {dtype}" for label, dtype in dtypes.items())
+    return [f"computed in different dtypes, which differ by themselves: {found}; --dtype gives all of them one"]
+
+
+def common_window(configs: Sequence[Any], seq_len: int | None, option: str = "--seq-len") -> int:
     """Return the window for all models: `seq_len`, or 2048 tokens where all have the positions, else what they have.
 
     Raises:
@@ -94,11 +102,13 @@ def common_window(configs: Sequence[Any], seq_len: int | None) -> int:
     if window < 2:
         raise InputError(f"a window of {window} tokens predicts nothing; give 2 or more")
     for config in configs:
-        check_window(config, window)
+        check_window(config, window, option)
     return window
 
 
-def open_texts(data: Sequence[str], config: Any, tokenizer: Any, window: int) -> dict[str, Tensor]:
+def open_texts(
+    data: Sequence[str], config: Any, tokenizer: Any, window: int, option: str = "--seq-len"
+) -> dict[str, Tensor]:
     """Return the token ids of each text's evaluation part, cut for the models of one config and tokenizer.
 
     Raises:
@@ -111,7 +121,7 @@ def open_texts(data: Sequence[str], config: Any, tokenizer: Any, window: int) ->
         if len(tokens) < window:
             raise InputError(
                 f"data '{source}' has {len(tokens)} tokens, fewer than one window of {window}; give a longer text, "
-                "or a smaller --seq-len"
+                f"or a smaller {option}"
             )
     return texts
 

@@ -52,9 +52,10 @@ class Quality:
     def __init__(self, measures: Measures, config: Any, tokenizer: Any) -> None:
         """Open them; `InputError` for what is unusable."""
         self.measures, self.tokenizer = measures, tokenizer
-        self.window = common_window([config], measures.seq_len)
+        option = "--eval-seq-len"  # `--seq-len` is that of the calibration text
+        self.window = common_window([config], measures.seq_len, option)
         self.tasks = open_tasks(measures.tasks) if measures.tasks else []
-        self.texts = open_texts(measures.data, config, tokenizer, self.window)
+        self.texts = open_texts(measures.data, config, tokenizer, self.window, option)
 
     def measure(self, model: PreTrainedModel, progress: Progress | None) -> dict[str, Any]:
         """Return `perplexity`, `tasks` and `mean`, with the entries of `eval --json`; `mean` is None without tasks."""
@@ -69,7 +70,9 @@ class Quality:
         """Return, by field, all that decides what `measure` gives for a model."""
         limit = self.measures.max_windows
         length = None if limit is None else limit * self.window
-        found: dict[str, Any] = {"evaluation window": self.window} if self.texts else {}
+        found: dict[str, Any] = {"--eval-seq-len": self.window} if self.texts else {}
+        if self.texts and limit is not None:
+            found["--max-windows"] = limit  # told before the texts, of which it takes the first windows
         # By their places: that is how a table finds the figures of one, whatever it is called in a call.
         for number, tokens in enumerate(self.texts.values(), start=1):
             found[f"evaluation text {number}"] = _digest(tokens[:length].contiguous().numpy().tobytes())

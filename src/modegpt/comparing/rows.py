@@ -1,5 +1,7 @@
 """Rows of a table that are kept as they are measured, a file each: the points of a sweep, the rows of a comparison."""
 
+import math
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ class Rows:
         if not isinstance(row.get("fingerprint"), dict):
             raise InputError(f"'{file}' is something else than this program wrote: remove it")
         check_fingerprint(row["fingerprint"], fingerprint, file)
+        for entry in row["perplexity"]:  # JSON has no infinity
+            entry |= {key: math.inf for key in ("perplexity", "nll") if entry[key] is None}
         return row
 
     def begin(self) -> None:
@@ -79,6 +83,11 @@ def check_call(
         raise InputError(f"a {what} runs in one process; start it without torchrun")
     if out.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
+    place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as problem:
+        raise InputError(f"output '{out}': nothing can be written to '{place}' ({problem.strerror})") from problem
     for read in map(Path, reads):
         own = next((out / name for name in inside if holds(out / name, read)), None)
         if own is not None:

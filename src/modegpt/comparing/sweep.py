@@ -23,7 +23,7 @@ from ..compress import prepare
 from ..config import DTYPES, CompressionConfig
 from ..errors import InputError
 from ..inspection import describe
-from ..loading.models import open_model, resolve_device
+from ..loading.models import compute_dtype, open_model, resolve_device
 from ..pages import plots
 from ..pages.sweep_plots import draw
 from ..progress import Progress
@@ -31,7 +31,7 @@ from ..report import Stopwatch, machine, protocol
 from ..running.partial import IDENTITY, PartialCheckpoint, finished_report
 from ..running.preparation import Text, dense_config_of, open_text, run_fingerprint
 from ..running.run import Run
-from .in_turn import seen_text
+from .in_turn import mixed_dtypes, seen_text
 from .measures import Measures, Quality
 from .rows import Rows, check_call, shown
 
@@ -92,7 +92,7 @@ def sweep(
         "config": {key: value for key, value in config.as_dict().items() if key != "sparsity"},
         "measures": work.about,
         "points": [shown(point) for point in points],
-        "warnings": [*seen_text(str(calibration), measures.data), *work.notes],
+        "warnings": [*seen_text(str(calibration), measures.data), *work.notes, *mixed_dtypes(work.dtypes)],
         **protocol(),
     }
     write_json(table, out / "sweep.json")
@@ -104,9 +104,9 @@ def _configs(config: CompressionConfig, sparsities: Sequence[float]) -> dict[str
     """Return the settings of each point, by its name."""
     if not sparsities:
         raise InputError("sparsity is empty: give some shares such as 0.1,0.2,0.3")
-    configs = {f"{sparsity:g}": replace(config, sparsity=sparsity) for sparsity in sorted(sparsities)}
+    configs = {f"{sparsity:.12g}": replace(config, sparsity=sparsity) for sparsity in sorted(sparsities)}
     if len(configs) < len(sparsities):
-        raise InputError(f"sparsity {', '.join(f'{s:g}' for s in sparsities)} names a point twice; give each once")
+        raise InputError(f"sparsity {', '.join(f'{s:.12g}' for s in sparsities)} names a point twice; give each once")
     if min(sparsities) == 0:
         raise InputError("sparsity 0 is the dense model, which is measured anyway; leave it out")
     return configs
@@ -147,6 +147,12 @@ class _Sweep:
         speed = self.speed and {"batch_size": 1, "prompt_tokens": SPEED.lengths[0], "new_tokens": SPEED.new_tokens}
         told = {**asdict(self.measures), "seq_len": self.quality.window, "speed": speed}
         return {**told, "dtype": str(self.dense.dtype).removeprefix("torch.")}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """What the dense model and the points are computed in: each in its own on a GPU."""
+        own = compute_dtype(self.device, self.run.out_dtype)
+        return {name: str(dtype).removeprefix("torch.") for name, dtype in ((DENSE, self.dense.dtype), ("points", own))}
 
     def finished(self, name: str, config: CompressionConfig | None) -> dict[str, Any] | None:
         """Return a point that an equal call has measured; refuse one of another call."""
@@ -255,7 +261,9 @@ class _Sweep:
         if config is None:
             shared = ("model", "model config", "device type", "versions")
             identity = {name: value for name, value in identity.items() if name in shared}
-        timed = {} if config is None else {"timing": self.measures.rounds, "machine": machine() if self.speed else None}
+        timed = (
+            {} if config is None else {"--rounds": self.measures.rounds, "machine": machine() if self.speed else None}
+        )
         return {**identity, **self.quality.identity(), **timed}
 
     def _say(self, name: str) -> Progress | None:

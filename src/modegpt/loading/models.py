@@ -18,11 +18,12 @@ from ..architectures import ARCHITECTURES, Architecture, architecture_of
 from ..blocks import tied_tensors
 from ..checkpoint import assemble
 from ..errors import InputError, refused
+from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import Packing, packing, plain
 from ..formats.text_part import KEY_MAPPING, has_text_part, text_part
 from .places import check_no_adapter, local_folder, locate, no_code_of_its_own
 from .shards import open_shards
-from .stored_tensors import check_packing, find_tensors
+from .stored_tensors import check_packing
 
 
 def resolve_device(name: str) -> torch.device:

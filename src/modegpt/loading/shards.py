@@ -13,13 +13,13 @@ from ..architectures import architecture_of
 from ..around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
 from ..blocks import Calibration, check_weights, layers_prefix, required_tensors
 from ..errors import InputError, refused
+from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import FLOATS, PLAIN, Packing
 from ..formats.safetensors_merge import Entry
 from ..hidden_states import HiddenStates
 from ..modeling_modegpt import decoder_layers
 from .stored_tensors import (
     check_packing,
-    find_tensors,
     in_blocks,
     is_joined,
     meant_shape,

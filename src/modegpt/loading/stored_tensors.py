@@ -1,10 +1,8 @@
 """The tensors of a checkpoint folder: in which file each is, under which name, and what its numbers mean."""
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,43 +13,11 @@ from transformers import PreTrainedModel
 from ..architectures import architecture_of
 from ..errors import InputError
 from ..formats.packed import BLOCKS, FLOATS, PLAIN, Packing, unpack, unpack_fours
-from ..formats.safetensors_merge import Entry, main_dtype, read_header
+from ..formats.safetensors_merge import Entry, main_dtype
 from ..formats.text_part import names_in_files
 
 COMPUTED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$", r"\.attention\.bias$")
 """Of older checkpoints: buffers that are not stored any more."""
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-
-def find_tensors(folder: Path) -> dict[str, Entry]:
-    """Return where each tensor of a checkpoint folder is, empty if it has no safetensors files.
-
-    As in transformers a single file goes before an index, which may be left of a checkpoint that it replaced.
-
-    Raises:
-        InputError: the index names a file that is missing, or it or a file is broken.
-    """
-    index = folder / INDEX
-    if (folder / SINGLE).is_file():
-        paths = [folder / SINGLE]
-    elif index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-            paths = sorted({folder / name for name in names})
-        except (ValueError, KeyError, TypeError, AttributeError) as problem:
-            raise InputError(f"'{index}' is no index of safetensors files: fetch it again") from problem
-    else:
-        paths = []
-    found: dict[str, Entry] = {}
-    for file in paths:
-        if not file.is_file():
-            raise InputError(f"the checkpoint's index names '{file.name}', which is not in '{folder}': fetch it again")
-        try:
-            found |= read_header(file)[0]
-        except ValueError as problem:
-            raise InputError(f"shard {problem}: fetch it again") from problem
-    return found
 
 
 def check_packing(files: dict[str, Entry], packing: Packing | None) -> None:

@@ -3,12 +3,13 @@
 For `n` prompt tokens and one that attends to `c` positions, with a window `w` where a layer has one:
 
     prefill MACs = n * linear + head + sum over layers of a_l * sum over t = 1..n of min(t, w_l)
-    decode MACs  =     linear + head + sum over layers of a_l * min(c, w_l)
+    decode MACs  =     linear + head + sum over layers of a_l * min(c, w_l) + e_l * (min(c, w_l) - 1)
 
 `linear` is the sum of outputs times inputs over the linear layers that a token passes, `head` that of the output
 embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query against
-one position. Norms, biases, activations, softmax, the rotation, convolutions, and the states of linear attention and
-Mamba are not counted.
+one position. Where latents are cached (multi-head latent attention), each step makes keys and values of all of them
+anew: `e_l` is that of one position, the size of `kv_b_proj`; elsewhere it is 0. Norms, biases, activations, softmax,
+the rotation, convolutions, and the states of linear attention and Mamba are not counted.
 """
 
 from collections.abc import Iterator
@@ -23,10 +24,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..cache_name import CACHE
+from ..formats.checkpoint_files import find_tensors
 from ..formats.text_part import has_text_part, is_text
 from ..loading.models import device_of, outer_config
-from ..loading.places import local_folder
-from ..loading.stored_tensors import find_tensors
+from ..loading.places import is_gguf, local_folder
 
 PROBE_TOKENS = 2
 """Tokens of the short pass: few enough for any sliding window."""
@@ -40,10 +41,16 @@ class Attention:
     """Of one query, over all heads, against one position."""
     window: int | None
     """Positions that a query attends to at most; None for all before it."""
+    expansion: int = 0
+    """Of making keys and values of one position's latents, where the cache holds these."""
 
     def attended(self, context: int) -> int:
-        """Return the MACs of a token that may attend to `context` positions, itself included."""
-        return self.macs * min(context, self.window or context)
+        """Return the MACs of a token that may attend to `context` positions, itself included.
+
+        Those of its own latents are among its linear layers'.
+        """
+        seen = min(context, self.window or context)
+        return self.macs * seen + self.expansion * (seen - 1)
 
     def attended_by_all(self, n_tokens: int) -> int:
         """Return the MACs of `n_tokens` tokens, each attending to itself and those before it."""
@@ -95,7 +102,6 @@ def costs_of(model: PreTrainedModel) -> Costs:
     with _count_linear_macs(model, head) as (counted, idle):
         cache = model(ids, use_cache=True)[CACHE]
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
-    n_heads = model.config.get_text_config(decoder=True).num_attention_heads
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     read = {id(p): p.numel() for m in model.modules() if m not in tables for p in m.parameters(recurse=False)}
     return Costs(
@@ -105,10 +111,24 @@ def costs_of(model: PreTrainedModel) -> Costs:
         kv_bytes_per_token=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // PROBE_TOKENS,
         linear_macs=sum(counted) // PROBE_TOKENS,
         head_macs=0 if head is None else head.weight.numel(),  # pyright: ignore[reportAttributeAccessIssue]
-        attention=tuple(
-            Attention(n_heads * (layer.keys.shape[-1] + layer.values.shape[-1]), getattr(layer, "sliding_window", None))
-            for layer in layers
-        ),
+        attention=_attention(model, layers),
+    )
+
+
+def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ...]:
+    """Return what attention costs in every layer that holds keys or latents in the cache."""
+    latent: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
+    if latent:
+        queries = [getattr(module, "q_proj", None) or module.q_b_proj for module in latent]
+        return tuple(
+            Attention(query.weight.shape[0] + module.o_proj.weight.shape[1], None, module.kv_b_proj.weight.numel())
+            for query, module in zip(queries, latent, strict=True)
+        )
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads_per_layer", None) or [config.num_attention_heads] * len(layers)
+    return tuple(
+        Attention(n_heads * (layer.keys.shape[-1] + layer.values.shape[-1]), getattr(layer, "sliding_window", None))
+        for n_heads, layer in zip(heads, layers, strict=True)
     )
 
 
@@ -133,7 +153,8 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
     idle: dict[nn.Module, int] = {}
 
     def count(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        n_tokens = output.numel() // output.shape[-1]
+        states = inputs[0] if inputs else output  # a router may return several tensors
+        n_tokens = states.numel() // states.shape[-1]
         counted.append(n_tokens * module.weight.numel())  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def count_experts(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -160,7 +181,7 @@ def file_bytes(name: str) -> int | None:
     None where they are in no format known here.
     """
     path = Path(name)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         return path.stat().st_size
     folder = local_folder(name)
     if folder and has_text_part(outer_config(name)):

@@ -1,5 +1,6 @@
 """The curves of a comparison: perplexity against what was removed, a line for each method."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def draw(table: dict[str, Any], path: Path) -> None:
         removed, values = series.setdefault(row["method"], ([0.0], [_perplexity(dense)]))
         removed.append(100 * row["sparsity"]["blocks"])
         values.append(_perplexity(row))
-    text, wide = Path(dense["perplexity"][0]["data"]).name, max(map(_perplexity, rows)) > 10 * _perplexity(dense)
+    finite = [value for value in map(_perplexity, rows) if math.isfinite(value)]
+    text, wide = Path(dense["perplexity"][0]["data"]).name, max(finite, default=0) > 10 * _perplexity(dense)
     svg = plots.lines(series, REMOVED, f"perplexity, {text}", log=wide)
     alt = f"Perplexity of {Path(table['model']).name} on {text} against the share removed, by {', '.join(series)}."
     path.write_text(plots.standalone(svg, alt), encoding="utf-8")

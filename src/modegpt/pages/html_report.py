@@ -1,6 +1,7 @@
 """The run's one-file HTML page: what was done to every layer, what it cost and what it gave. Needs no network."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def perplexities(evals: Sequence[dict[str, Any]], names: Names) -> list[dict[str
     for model, measured in _measured(evals, names):
         for entry in measured.get("results") or []:
             place = found.setdefault((entry["data"], entry["seq_len"], entry["tokens"]), {})
-            place[model] = entry["perplexity"]
+            place[model] = math.inf if entry["perplexity"] is None else entry["perplexity"]  # JSON has no infinity
     return [
         {"data": data, "seq_len": seq_len, "tokens": tokens, "models": dict(sorted(models.items(), key=_dense_first))}
         for (data, seq_len, tokens), models in found.items()
@@ -140,27 +141,32 @@ def perplexities(evals: Sequence[dict[str, Any]], names: Names) -> list[dict[str
 def accuracies(evals: Sequence[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
     """Return one entry for each task and metric: `task`, `metric`, `samples`, and `models` by name.
 
-    Each model has `value` and `stderr`. The last entry is the mean, where the models were given the same tasks.
+    Each model has `value` and `stderr`. The last entry is the unweighted mean of all tasks' `acc`, where the models
+    were given the same ones.
     """
     found: dict[tuple[str, str, int], dict[str, dict[str, float | None]]] = {}
-    means: dict[str, dict[str, Any]] = {}
     for model, measured in _measured(evals, names):
         for entry in measured.get("tasks") or []:
             for metric in ("acc", "acc_norm"):
                 if entry.get(metric) is not None:
                     place = found.setdefault((entry["task"], metric, entry["samples"]), {})
                     place[model] = {"value": entry[metric], "stderr": entry.get(f"{metric}_stderr")}
-        if measured.get("mean"):
-            means[model] = measured["mean"]
     entries = [
         {"task": task, "metric": metric, "samples": samples, "models": dict(sorted(models.items(), key=_dense_first))}
         for (task, metric, samples), models in found.items()
     ]
-    if means and all(entry["models"].keys() == means.keys() for entry in entries):
-        both = {model: {"value": mean["acc"], "stderr": mean.get("acc_stderr")} for model, mean in means.items()}
-        both = dict(sorted(both.items(), key=_dense_first))
-        entries.append({"task": "mean", "metric": "acc", "samples": None, "models": both})
+    shared = [entry["models"] for entry in entries if entry["metric"] == "acc"]
+    if shared and all(entry["models"].keys() == shared[0].keys() for entry in entries):
+        means = {model: _mean([models[model] for models in shared]) for model in shared[0]}
+        entries.append({"task": "mean", "metric": "acc", "samples": None, "models": means})
     return entries
+
+
+def _mean(figures: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the mean of some values, and its standard error, where all have one: they are of other samples."""
+    errors = [figure["stderr"] for figure in figures]
+    spread = None if None in errors else math.hypot(*errors) / len(errors)
+    return {"value": sum(figure["value"] for figure in figures) / len(figures), "stderr": spread}
 
 
 def speeds(bench: dict[str, Any] | None, names: Names) -> dict[str, Any] | None:
@@ -168,6 +174,8 @@ def speeds(bench: dict[str, Any] | None, names: Names) -> dict[str, Any] | None:
     if bench is None:
         return None
     called = {key: names(about["name"]) for key, about in bench["models"].items()}
+    if len(set(called.values())) < len(called):  # a model against itself
+        called = {key: f"{name}, {key}" for key, name in called.items()}
     points = [
         {
             **{key: row[key] for key in ("batch_size", "prompt_tokens", "new_tokens")},

@@ -1,6 +1,7 @@
 """Small SVG plots for the screen and for paper: colour-blind safe, and told apart by marker, hatch or dash as well."""
 
 import io
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ STYLE: Any = {
     "legend.fontsize": 9,
     "svg.fonttype": "none",
     "svg.hashsalt": "modegpt",
+    "text.parse_math": False,
 }
 """Text stays text (it can be read out, searched and copied), and the same figures give the same bytes."""
 
@@ -70,7 +72,7 @@ def lines(
     """Draw lines with markers.
 
     Args:
-        series: for each name its x and y values; a point whose y is None is left out.
+        series: for each name its x and y values; a point whose y is None or infinite is left out.
         xlabel: of the x axis.
         ylabel: of the y axis.
         log: whether the y axis is logarithmic.
@@ -83,14 +85,14 @@ def lines(
         from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
         for index, (name, (xs, ys)) in enumerate(series.items()):
-            points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None]
+            points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
             shape = index + index // len(COLOURS)  # what has the colour of another series has another marker
             style = {
                 "color": _turn(COLOURS, index),
                 "marker": _turn(MARKERS, shape),
                 "linestyle": _turn(DASHES, index),
             }
-            axes.plot(*zip(*points, strict=True), label=name, markersize=4.5, linewidth=1.4, **style)
+            axes.plot(*zip(*points, strict=True), label=_entry(name), markersize=4.5, linewidth=1.4, **style)
             for label, (x, y) in zip(labels if index == 0 else (), points, strict=False):
                 axes.annotate(label, (x, y), (5, 5), textcoords="offset points", fontsize=9)
         if limits is not None:
@@ -138,7 +140,7 @@ def bars(
 
     Args:
         labels: of the groups, from the top.
-        series: for each name one value a group; None draws nothing.
+        series: for each name one value a group; None and what is infinite draws nothing.
         xlabel: of the value axis.
         form: how a value is written.
         errors: how far each value's whiskers reach below and above it, for names that have them.
@@ -149,7 +151,9 @@ def bars(
     def draw(axes: Any) -> None:
         for index, (name, values) in enumerate(series.items()):
             own = (errors or {}).get(name, [(0.0, 0.0)] * len(values))
-            drawn = [(row, value, own[row]) for row, value in enumerate(values) if value is not None]
+            drawn = [
+                (row, value, own[row]) for row, value in enumerate(values) if value is not None and math.isfinite(value)
+            ]
             places = [row + (index - (len(series) - 1) / 2) * width for row, _, _ in drawn]
             spread = list(zip(*(reach for _, _, reach in drawn), strict=True))
             style = {
@@ -159,7 +163,9 @@ def bars(
                 "linewidth": 0,
             }
             whiskers = {"xerr": spread, "error_kw": {"elinewidth": 1, "capsize": 2}} if name in (errors or {}) else {}
-            patches = axes.barh(places, [value for _, value, _ in drawn], width * 0.92, label=name, **style, **whiskers)
+            patches = axes.barh(
+                places, [value for _, value, _ in drawn], width * 0.92, label=_entry(name), **style, **whiskers
+            )
             axes.bar_label(patches, [form.format(value) for _, value, _ in drawn], padding=3, fontsize=9)
         if level is not None:
             axes.axvline(level[1], color="black", linestyle="--", linewidth=1, label=level[0])
@@ -176,9 +182,13 @@ def bars(
 def standalone(svg: str, alt: str) -> str:
     """Return a plot as the text of an `.svg` file that names itself to a screen reader."""
     title = alt.replace("&", "&amp;").replace("<", "&lt;")
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + re.sub(
-        r"(<svg[^>]*>)", rf"\1<title>{title}</title>", svg, count=1
-    )
+    named = re.sub(r"<svg[^>]*>", lambda found: f"{found[0]}<title>{title}</title>", svg, count=1)
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{named}'
+
+
+def _entry(name: str) -> str:
+    """Return a name as a legend takes it: from one that begins with `_`, matplotlib makes no entry."""
+    return f"\N{ZERO WIDTH SPACE}{name}" if name.startswith("_") else name
 
 
 def _svg(draw: Callable[[Any], None], height: float, legend: bool) -> str:

@@ -3,6 +3,7 @@
 Each function returns what its section shows (`lead`, `plots`, `tables`, `note`, `commands`), or None for nothing.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,7 +240,7 @@ def _setting(value: Any) -> str:
 def model_name(run: dict[str, Any]) -> str:
     """Return the last part of the dense model's name."""
     path = Path(run["model"])
-    return path.stem if path.suffix == ".gguf" else path.name or run["model"]
+    return path.stem if path.suffix.lower() == ".gguf" else path.name or run["model"]
 
 
 def _short(count: int) -> str:
@@ -254,8 +255,9 @@ def _percent(share: float) -> str:
 
 
 def change(before: float, after: float) -> str:
-    """Return how much larger, in per cent; nothing of what was nothing."""
-    return "" if not before else f"{100 * (after / before - 1):+.1f} %"
+    """Return how much larger, in per cent; nothing of what was nothing, or is infinite."""
+    known = before and math.isfinite(before) and math.isfinite(after)
+    return f"{100 * (after / before - 1):+.1f} %" if known else ""
 
 
 def _duration(seconds: float) -> str:

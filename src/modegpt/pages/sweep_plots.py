@@ -1,5 +1,6 @@
 """The curves of a sweep: quality against what was removed, and against speed."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def _throughput(points: list[dict[str, Any]]) -> str:
 def _is_wide(points: list[dict[str, Any]]) -> bool:
     """Whether perplexities differ so much that a plain axis would hide the small ones."""
     values = [entry["perplexity"] for point in points for entry in point["perplexity"]]
-    return max(values) > 10 * min(values)
+    values = [value for value in values if math.isfinite(value)]
+    return bool(values) and max(values) > 10 * min(values)
 
 
 def _write(path: Path, svg: str, what: str, table: dict[str, Any], against: str) -> None:

@@ -20,6 +20,7 @@ from ..calibration import begin_windows, check_source, draw_windows, load_text, 
 from ..config import IN_MEMORY, TOKEN_IDS, CompressionConfig
 from ..errors import InputError
 from ..evaluate import check_window
+from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import packing, plain
 from ..formats.shard_fingerprint import fingerprint
 from ..formats.text_part import about_text_part, text_part
@@ -34,7 +35,7 @@ from ..loading.models import (
 )
 from ..loading.places import local_folder
 from ..loading.shards import ShardBlocks, open_shards, skeleton
-from ..loading.stored_tensors import about_unused, find_tensors, left_over, stored_dtype
+from ..loading.stored_tensors import about_unused, left_over, stored_dtype
 from ..loading.tokenizers import has_tokenizer, open_tokenizer
 from ..observing.experts import run_in_turn
 from ..ranks.whole import LayerSizes
