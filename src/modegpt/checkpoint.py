@@ -153,6 +153,11 @@ def json_text(data: Any) -> str:
     return json.dumps(plain(data), indent=2, allow_nan=False)
 
 
+def read_number(value: float | None) -> float:
+    """Return a loss or perplexity that `json_text` wrote: null stands for infinity."""
+    return math.inf if value is None else value
+
+
 def write_json(data: dict[str, Any], path: str | Path) -> None:
     """Write JSON through a temporary file beside `path`, so that a reader never sees half of it.
 

@@ -1,10 +1,7 @@
 """The errors a user can meet, one class for each way they are handled."""
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from safetensors import SafetensorError
 
 
 class ModegptError(Exception):
@@ -34,16 +31,6 @@ class NumericalError(ModegptError, ArithmeticError):
 
 class WriteError(ModegptError):
     """The disk refused a file; what was finished before is kept, and the message says how to go on. Exit code 1."""
-
-
-DISK = (OSError, SafetensorError)
-"""What writing a file may raise."""
-
-
-def is_full(problem: Exception) -> bool:
-    """Whether one of `DISK` says that there is no room, which the writer of safetensors files does not tell apart."""
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return not isinstance(problem, OSError) or problem.errno in full
 
 
 @contextmanager

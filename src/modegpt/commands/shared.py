@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,10 +170,9 @@ def check_file(option: str, file: str | Path, hint: str = "; give a file name") 
     folder = path.resolve().parent
     if not folder.is_dir():
         raise InputError(f"{option} '{file}': the folder '{folder}' does not exist; create it first")
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as problem:
-        raise InputError(f"{option} '{file}': nothing can be written to '{folder}' ({problem.strerror})") from problem
+    from ..disk import check_writable
+
+    check_writable(folder, f"{option} '{file}'")
 
 
 def check_used(data: Sequence[str], tasks: Sequence[str], limit: int | None, windows: dict[str, int | None]) -> None:

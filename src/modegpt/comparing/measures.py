@@ -14,6 +14,9 @@ from ..measuring.zero_shot import evaluate_tasks, harness_version, open_tasks
 from ..progress import Progress
 from .in_turn import common_window, measure_texts, open_texts
 
+WINDOW = "--eval-seq-len"
+"""The option of a text's window: `--seq-len` is that of the calibration text."""
+
 
 @dataclass(frozen=True)
 class Measures:
@@ -52,10 +55,9 @@ class Quality:
     def __init__(self, measures: Measures, config: Any, tokenizer: Any) -> None:
         """Open them; `InputError` for what is unusable."""
         self.measures, self.tokenizer = measures, tokenizer
-        option = "--eval-seq-len"  # `--seq-len` is that of the calibration text
-        self.window = common_window([config], measures.seq_len, option)
+        self.window = common_window([config], measures.seq_len, WINDOW)
         self.tasks = open_tasks(measures.tasks) if measures.tasks else []
-        self.texts = open_texts(measures.data, config, tokenizer, self.window, option)
+        self.texts = open_texts(measures.data, config, tokenizer, self.window, WINDOW)
 
     def measure(self, model: PreTrainedModel, progress: Progress | None) -> dict[str, Any]:
         """Return `perplexity`, `tasks` and `mean`, with the entries of `eval --json`; `mean` is None without tasks."""
@@ -70,7 +72,7 @@ class Quality:
         """Return, by field, all that decides what `measure` gives for a model."""
         limit = self.measures.max_windows
         length = None if limit is None else limit * self.window
-        found: dict[str, Any] = {"--eval-seq-len": self.window} if self.texts else {}
+        found: dict[str, Any] = {WINDOW: self.window} if self.texts else {}
         if self.texts and limit is not None:
             found["--max-windows"] = limit  # told before the texts, of which it takes the first windows
         # By their places: that is how a table finds the figures of one, whatever it is called in a call.

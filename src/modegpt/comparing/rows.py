@@ -1,13 +1,12 @@
 """Rows of a table that are kept as they are measured, a file each: the points of a sweep, the rows of a comparison."""
 
-import math
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import holds, read_json, write_json
+from ..checkpoint import holds, read_json, read_number, write_json
 from ..config import CompressionConfig
+from ..disk import check_writable
 from ..errors import InputError
 from ..running.distributed import started_together
 from ..running.partial import check_fingerprint
@@ -35,8 +34,8 @@ class Rows:
         if not isinstance(row.get("fingerprint"), dict):
             raise InputError(f"'{file}' is something else than this program wrote: remove it")
         check_fingerprint(row["fingerprint"], fingerprint, file)
-        for entry in row["perplexity"]:  # JSON has no infinity
-            entry |= {key: math.inf for key in ("perplexity", "nll") if entry[key] is None}
+        for entry in row["perplexity"]:
+            entry |= {key: read_number(entry[key]) for key in ("perplexity", "nll")}
         return row
 
     def begin(self) -> None:
@@ -84,10 +83,7 @@ def check_call(
     if out.is_file():
         raise InputError(f"output '{out}' is a file; give a folder name")
     place = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=place).close()
-    except OSError as problem:
-        raise InputError(f"output '{out}': nothing can be written to '{place}' ({problem.strerror})") from problem
+    check_writable(place, f"output '{out}'")
     for read in map(Path, reads):
         own = next((out / name for name in inside if holds(out / name, read)), None)
         if own is not None:

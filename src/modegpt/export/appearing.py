@@ -6,7 +6,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..checkpoint import check_output
-from ..errors import DISK, InputError, WriteError, is_full
+from ..disk import DISK, is_full
+from ..errors import InputError, WriteError
 
 
 @contextmanager

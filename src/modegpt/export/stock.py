@@ -17,7 +17,8 @@ from ..architectures import Architecture, architecture_of
 from ..blocks import layers_prefix
 from ..checkpoint import assemble, check_description, check_output
 from ..decompose.psd import all_finite
-from ..errors import DISK, InputError, NumericalError, refused
+from ..disk import DISK
+from ..errors import InputError, NumericalError, refused
 from ..formats.packed import quantization
 from ..loading.models import open_config, open_model, own_dtype
 from ..loading.tokenizers import has_tokenizer, open_tokenizer, save_tokenizer

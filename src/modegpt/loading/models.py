@@ -21,7 +21,7 @@ from ..errors import InputError, refused
 from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import Packing, packing, plain
 from ..formats.text_part import KEY_MAPPING, has_text_part, text_part
-from .places import check_no_adapter, local_folder, locate, no_code_of_its_own
+from .places import check_no_adapter, local_folder, locate, opening
 from .shards import open_shards
 from .stored_tensors import check_packing
 
@@ -70,7 +70,7 @@ def open_config(name: str) -> PreTrainedConfig:
 def outer_config(name: str) -> PreTrainedConfig:
     """Read a model's config as it is, that of a multimodal model whole; see `open_config`."""
     location, arguments = locate(name)
-    with no_code_of_its_own(f"model '{name}'"), refused(f"model '{name}' cannot be opened"):
+    with opening(f"model '{name}'"):
         return AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
 
 

@@ -69,10 +69,14 @@ def local_folder(name: str) -> Path | None:
 
 
 @contextmanager
-def no_code_of_its_own(what: str) -> Iterator[None]:
-    """Say in one line that code which comes with a model is not run: transformers would ask on standard output."""
+def opening(what: str) -> Iterator[None]:
+    """Say in one line why `what` cannot be opened.
+
+    Code which comes with a model is not run; transformers, unless it is told so, asks on standard output.
+    """
     try:
-        yield
+        with refused(f"{what} cannot be opened"):
+            yield
     except InputError as problem:
         if "trust_remote_code" not in str(problem.__cause__):
             raise
@@ -87,7 +91,7 @@ def check_no_adapter(name: str) -> None:
     """
     if is_gguf(Path(name)):
         return
-    with refused(f"model '{name}' cannot be opened"):
+    with opening(f"model '{name}'"):
         found = find_adapter_config_file(name)
     if found is not None:
         raise InputError(f"model '{name}' has an adapter beside its weights ({ADAPTER}): {MERGE}")

@@ -9,8 +9,8 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoTokenizer
 
-from ..errors import InputError, refused
-from .places import VOCABULARY, locate, no_code_of_its_own
+from ..errors import InputError
+from .places import VOCABULARY, locate, opening
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,8 +38,7 @@ def open_tokenizer(name: str) -> Any:
     if not has_tokenizer(name):
         # transformers would make up an empty tokenizer for some families.
         raise InputError(f"model folder '{name}' has no tokenizer; save the tokenizer beside the model")
-    what = f"the tokenizer of '{name}'"
-    with no_code_of_its_own(what), refused(f"{what} cannot be opened"):
+    with opening(f"the tokenizer of '{name}'"):
         return without_mistral_common(AutoTokenizer.from_pretrained(location, trust_remote_code=False, **arguments))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import REPORT_NAME
+from ..checkpoint import REPORT_NAME, read_number
 from ..errors import InputError, MissingExtraError
 from ..inspection import describe
 from . import plots, quality, sections
@@ -131,7 +131,7 @@ def perplexities(evals: Sequence[dict[str, Any]], names: Names) -> list[dict[str
     for model, measured in _measured(evals, names):
         for entry in measured.get("results") or []:
             place = found.setdefault((entry["data"], entry["seq_len"], entry["tokens"]), {})
-            place[model] = math.inf if entry["perplexity"] is None else entry["perplexity"]  # JSON has no infinity
+            place[model] = read_number(entry["perplexity"])
     return [
         {"data": data, "seq_len": seq_len, "tokens": tokens, "models": dict(sorted(models.items(), key=_dense_first))}
         for (data, seq_len, tokens), models in found.items()

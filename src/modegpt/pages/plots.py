@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import MissingExtraError
 
@@ -85,7 +85,7 @@ def lines(
         from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
         for index, (name, (xs, ys)) in enumerate(series.items()):
-            points = [(x, y) for x, y in zip(xs, ys, strict=True) if y is not None and math.isfinite(y)]
+            points = [(x, y) for x, y in zip(xs, ys, strict=True) if _is_drawn(y)]
             shape = index + index // len(COLOURS)  # what has the colour of another series has another marker
             style = {
                 "color": _turn(COLOURS, index),
@@ -151,9 +151,7 @@ def bars(
     def draw(axes: Any) -> None:
         for index, (name, values) in enumerate(series.items()):
             own = (errors or {}).get(name, [(0.0, 0.0)] * len(values))
-            drawn = [
-                (row, value, own[row]) for row, value in enumerate(values) if value is not None and math.isfinite(value)
-            ]
+            drawn = [(row, value, own[row]) for row, value in enumerate(values) if _is_drawn(value)]
             places = [row + (index - (len(series) - 1) / 2) * width for row, _, _ in drawn]
             spread = list(zip(*(reach for _, _, reach in drawn), strict=True))
             style = {
@@ -184,6 +182,10 @@ def standalone(svg: str, alt: str) -> str:
     title = alt.replace("&", "&amp;").replace("<", "&lt;")
     named = re.sub(r"<svg[^>]*>", lambda found: f"{found[0]}<title>{title}</title>", svg, count=1)
     return f'<?xml version="1.0" encoding="utf-8"?>\n{named}'
+
+
+def _is_drawn(value: float | None) -> TypeGuard[float]:
+    return value is not None and math.isfinite(value)
 
 
 def _entry(name: str) -> str:

@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
 from ..checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
-from ..errors import DISK, InputError, WriteError, is_full
+from ..disk import DISK, is_full
+from ..errors import InputError, WriteError
 from ..formats.safetensors_merge import Entry, merge, read_header
 from ..inspection import describe
 from ..loading.tokenizers import save_tokenizer
@@ -58,7 +59,7 @@ class PartialCheckpoint:
                 one that is still at it.
         """
         self.out, self.fingerprint, self._overwrite = out, fingerprint, overwrite
-        self.folder = _partial(out)
+        self.folder = partial_folder(out)
         self._lock = FolderLock(self.folder) if self.folder.is_dir() else None
         try:
             self._open(resume)
@@ -296,7 +297,7 @@ def finished_report(out: Path, fingerprint: dict[str, Any], overwrite: bool) -> 
 
 def clear_leftovers(out: Path, fingerprint: dict[str, Any]) -> None:
     """Remove what a finished run no longer needs, if it was killed before it did so itself."""
-    folder = _partial(out)
+    folder = partial_folder(out)
     with suppress(InputError):
         if _is_run(folder) and read_json(folder / IDENTITY) == fingerprint:
             lock = FolderLock(folder)
@@ -326,7 +327,8 @@ def _is_run(folder: Path) -> bool:
     return (folder / IDENTITY).is_file()
 
 
-def _partial(out: Path) -> Path:
+def partial_folder(out: Path) -> Path:
+    """Return where the unfinished run to a folder is kept."""
     return out.with_name(out.name + ".partial")
 
 

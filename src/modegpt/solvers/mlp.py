@@ -71,10 +71,11 @@ def late(*scores: Callable[[Tensor, Tensor], Tensor]) -> Decide:
         psd.require_finite(down, "the down projection")
         psd.require_finite(moment, "the moment of the MLP")
         # The gain is for the choice alone: least squares go row by row, and it may be 0.
-        heard = _heard(down, weights.mlp_gain)
+        heard = _heard(down, weights.mlp_gain).float()
         # In float32, as `ahead` does: what is left of states that hardly vary is rounding error, for which the jitter
         # of float64 is too small, and no choice of neurons in SmolLM2 is another one.
-        own = chosen_scores([score(moment.float(), heard.float()) for score in scores], moment, heard, rank)
+        rounded = moment.float()
+        own = chosen_scores([score(rounded, heard) for score in scores], rounded, heard, rank)
         result = keep_highest(moment, down, own, rank, RIDGE)
         bias = shifted_bias(weights.down.bias, moments, "mlp", down, result.weight, lambda mean: mean[result.kept])
         return _decision(weights, moments, result, bias, [])
