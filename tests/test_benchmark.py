@@ -18,14 +18,13 @@ from transformers import (
     OPTConfig,
     OPTForCausalLM,
 )
-from typer.testing import CliRunner
 
+from command_line import modegpt
 from conformance.families import FAMILIES
 from modegpt.architectures import architecture_of
 from modegpt.benchmark import BenchSettings, Runner, _next_token, _profiled_peak, benchmark, check_settings, spread
 from modegpt.cache_name import CACHE
 from modegpt.checkpoint import build, compressed_config
-from modegpt.cli import app
 from modegpt.errors import InputError
 from modegpt.measuring.costs import Attention, costs_of, file_bytes
 from modegpt.modeling_modegpt import decoder_layers, shrink_block
@@ -243,9 +242,8 @@ def test_wrong_settings(changes: dict, message: str):
 def test_command(tmp_path: Path):
     compressed_llama().save_pretrained(tmp_path / "small")
     dense_llama().save_pretrained(tmp_path / "large")
-    call = ["bench", str(tmp_path / "small"), "--against", str(tmp_path / "large"), "--batch-sizes", "1,2"]
-    call += ["--lengths", "5", "--new-tokens", "2", "--repeats", "2", "--json", str(tmp_path / "result.json")]
-    done = CliRunner().invoke(app, call)
+    call = ["bench", tmp_path / "small", "--against", tmp_path / "large", "--batch-sizes", "1,2", "--lengths", "5"]
+    done = modegpt(*call, "--new-tokens", "2", "--repeats", "2", "--json", tmp_path / "result.json")
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "result.json").read_text())
     assert [row["batch_size"] for row in result["results"]] == [1, 2]
@@ -269,7 +267,7 @@ def test_command_refuses_before_loading(tmp_path: Path):
         (["--preset", "paper"], "exceed the model's 64 positions"),
         (["--dtype", "int8"], "dtype 'int8'"),
     ):
-        done = CliRunner().invoke(app, ["bench", str(tmp_path), *options])
+        done = modegpt("bench", tmp_path, *options)
         assert done.exit_code == 2
         assert message in done.stderr
 

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from command_line import assert_refused, modegpt
 from modegpt import CompressionConfig, InputError, compress
-from modegpt.commands.demo import model_file
 from modegpt.compress import compress_to_folder
 from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
 from modegpt.running.preparation import open_source
-from test_cli import assert_refused, modegpt
 
 CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
 WINDOWS = torch.arange(128).view(4, 32)
@@ -126,16 +125,6 @@ def test_a_broken_tokenizer_is_one_line(model: Path):
     (model / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(InputError, match=r"the tokenizer of .* cannot be opened"):
         open_tokenizer(str(model))
-
-
-def test_a_link_to_a_file_of_another_name_is_opened_by_its_own(tmp_path: Path):
-    """As hub caches keep them: `model.gguf` is a link to a blob."""
-    file = model_file()
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "abc").symlink_to(file)
-    (tmp_path / "model.gguf").symlink_to(tmp_path / "blobs" / "abc")
-    source = open_source(str(tmp_path / "model.gguf"), torch.device("cpu"))
-    assert source.name == str(tmp_path / "model.gguf")
 
 
 def test_an_adapter_beside_a_model_is_not_taken_for_the_model_nor_left_out(model: Path):

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
 from typer.testing import CliRunner, Result
 
+from command_line import assert_refused, modegpt
 from modegpt import InputError, MissingExtraError, evaluate_tasks
 from modegpt.calibration import load_text, tokenize
-from modegpt.cli import app
 from modegpt.commands.bench import _tables as bench_tables
 from modegpt.commands.demo import model_file, tables
 from modegpt.commands.demo import run as run_demo
@@ -35,22 +35,6 @@ from modegpt.config import CompressionConfig
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 PROGRAM = Path(sys.executable).with_name("modegpt")
-
-
-def modegpt(*args: object) -> Result:
-    """Run a command in this process."""
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-def assert_refused(result: Result, *words: str, code: int = 2) -> None:
-    """One line on standard error that holds `words`, nothing on standard output, and the exit code."""
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    for word in words:
-        assert word in lines[0]
 
 
 @pytest.fixture(scope="module")
@@ -586,21 +570,20 @@ def test_nan_in_the_weights_fails_and_leaves_nothing(tiny_llama_dir: Path, small
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-@pytest.mark.parametrize("start", [[PROGRAM], [sys.executable, "-m", "modegpt"]])
-def test_the_program_itself(start: list[Path | str], tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
-    def program(*args: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(list(map(str, [*start, *args])), capture_output=True, text=True)
+def test_the_program_itself(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    def program(*call: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(list(map(str, call)), capture_output=True, text=True)
 
     call = ("compress", tiny_llama_dir, "--out", tmp_path / "out", "--calibration", small_text_file, *SMALL)
-    done = program(*call, "--json", "-")
+    done = program(PROGRAM, *call, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sparsity"]["requested"] == 0.3
-    again = program(*call)
+    again = program(sys.executable, "-m", "modegpt", *call)
     assert again.returncode == 2
     assert again.stdout == ""
     assert len(again.stderr.splitlines()) == 1
     assert again.stderr.startswith("error: output folder")
-    opened = program("generate", tmp_path / "out", "--prompt", "a", "--max-new-tokens", "2")
+    opened = program(PROGRAM, "generate", tmp_path / "out", "--prompt", "a", "--max-new-tokens", "2")
     assert opened.returncode == 0, opened.stderr
 
 

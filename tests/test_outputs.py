@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 from rich.table import Table
-from typer.testing import CliRunner, Result
 
-from modegpt.cli import app
+from command_line import modegpt
 from modegpt.commands.shared import check_json, console
-
-
-def modegpt(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 @pytest.fixture

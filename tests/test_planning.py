@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
-from typer.testing import CliRunner
 
 import modegpt
+from command_line import modegpt as run_command
 from modegpt import CompressionConfig, InputError
-from modegpt.cli import app
 from modegpt.compress import prepare
 from modegpt.planning import estimate, make_plan
 from modegpt.ranks.plan_file import read_plan
@@ -23,9 +22,7 @@ TEXT = ["--calibration", "python-docs", "--samples", "4", "--seq-len", "32"]
 def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny_llama_dir: Path, tmp_path: Path):
     plan_file, plot = tmp_path / "plan.json", tmp_path / "plan.png"
     how = ["--sparsity", "0.3", "--allocation", rule, *TEXT]
-    done = CliRunner().invoke(
-        app, ["plan", str(tiny_llama_dir), *how, "--json", str(plan_file), "--plot", str(plot)], catch_exceptions=False
-    )
+    done = run_command("plan", tiny_llama_dir, *how, "--json", plan_file, "--plot", plot)
     assert done.exit_code == 0, done.output
     assert plot.read_bytes().startswith(b"\x89PNG")
     planned, unscored = json.loads(plan_file.read_text()), rule in ("uniform", "width")
@@ -36,7 +33,7 @@ def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny
 
     direct, by_plan = tmp_path / "direct", tmp_path / "by-plan"
     for out, options in ((direct, how), (by_plan, ["--plan", str(plan_file), *TEXT])):
-        done = CliRunner().invoke(app, ["compress", str(tiny_llama_dir), "--out", str(out), *options])
+        done = run_command("compress", tiny_llama_dir, "--out", out, *options)
         assert done.exit_code == 0, done.output
     report = json.loads((direct / "report.json").read_text())
     assert [layer["ranks"] for layer in report["layers"]] == [layer["ranks"] for layer in planned["layers"]]

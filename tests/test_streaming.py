@@ -31,6 +31,7 @@ from transformers import (
 )
 
 import modegpt
+from command_line import modegpt as run_command
 from modegpt import CompressionConfig, InputError
 from modegpt.compress import compress_to_folder
 from modegpt.errors import WriteError
@@ -330,12 +331,14 @@ def test_pickled_weights_are_loaded_whole_and_the_report_says_so(tmp_path: Path)
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
 def test_killed_at_random_moments_it_resumes_to_the_same_bytes(tiny_llama_dir: Path, tmp_path: Path):
-    command = [
-        sys.executable, "-m", "modegpt", "compress", str(tiny_llama_dir), "--calibration", "python-docs", "--sparsity",
-        "0.3", "--samples", "16", "--seq-len", "64", "--allocation", "influence",
+    call = [
+        "compress", str(tiny_llama_dir), "--calibration", "python-docs", "--sparsity", "0.3", "--samples", "16",
+        "--seq-len", "64", "--allocation", "influence",
     ]  # fmt: skip
-    subprocess.run([*command, "--out", str(tmp_path / "whole")], check=True, capture_output=True)
-    out = tmp_path / "out"
+    out, command = tmp_path / "out", [sys.executable, "-m", "modegpt", *call]
+
+    whole = run_command(*call, "--out", tmp_path / "whole")
+    assert whole.exit_code == 0, whole.output
     rng = random.Random(0)
     for _ in range(2):
         process = subprocess.Popen([*command, "--out", str(out), "--resume"], stderr=subprocess.DEVNULL)
@@ -346,7 +349,8 @@ def test_killed_at_random_moments_it_resumes_to_the_same_bytes(tiny_llama_dir: P
         time.sleep(rng.uniform(0, 0.3))
         process.send_signal(signal.SIGKILL)
         process.wait()
-    subprocess.run([*command, "--out", str(out), "--resume"], check=True, capture_output=True)
+    done = run_command(*call, "--out", out, "--resume")
+    assert done.exit_code == 0, done.output
     assert result_files(out) == result_files(tmp_path / "whole")
 
 

@@ -18,21 +18,21 @@ from transformers import (
     Qwen3Config,
     SmolLM3Config,
 )
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from command_line import modegpt
 from conformance.families import FAMILIES, SIZES, Family, tokens
 from modegpt import CompressionConfig, compress
 from modegpt.architectures import ARCHITECTURES, architecture_of
 from modegpt.architectures.nemotron import NemotronHArchitecture
 from modegpt.checks.checking import CHECKS, run_checks
 from modegpt.checks.tiny import BY_LAYER, random_model, tiny_config
-from modegpt.cli import app
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "json-output.md").read_text(encoding="utf-8")
 
 
 def check(*args: object) -> Result:
-    return CliRunner().invoke(app, ["check", *(str(arg) for arg in args)])
+    return modegpt("check", *args)
 
 
 def folder_of(config: PreTrainedConfig, folder: Path) -> Path:

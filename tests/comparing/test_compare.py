@@ -10,24 +10,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PhiConfig
-from typer.testing import CliRunner, Result
 
+from command_line import modegpt
 from modegpt import CompressionConfig, InputError, compress, perplexity
 from modegpt.baselines import BASELINES
 from modegpt.baselines.walk import layer_parameters
 from modegpt.calibration import load_text, tokenize
 from modegpt.checks.tiny import random_model
-from modegpt.cli import app
 from modegpt.commands.compare import compare as command
 from modegpt.comparing.compare import METHODS, compare
 from modegpt.comparing.measures import Measures
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 CONFIG = CompressionConfig(samples=8, seq_len=64)
-
-
-def modegpt(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def measures(text: Path) -> Measures:

@@ -13,20 +13,16 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from command_line import modegpt
 from modegpt import CompressionConfig, InputError
-from modegpt.cli import app
 from modegpt.comparing.sweep import Measures, sweep
 
 RULE = "influence"
 SMALL = ["--samples", "8", "--seq-len", "64", "--allocation", RULE]
 CONFIG = CompressionConfig(samples=8, seq_len=64, allocation=RULE)
 WINDOWS = ["--seq-len", "64", "--max-windows", "6"]
-
-
-def modegpt(*args: object) -> Result:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
 def measures(text: Path, rounds: int = 0) -> Measures:

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .families import FAMILIES, VOCAB, Family
+from .families import FAMILIES, VOCAB, Family, one_of_each_attention
 from .helpers import compressed_from
 
 
@@ -37,6 +37,18 @@ def pairs() -> dict[str, Pair]:
 
 @pytest.fixture(params=[family.name for family in FAMILIES])
 def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+    return pairs[request.param]
+
+
+@pytest.fixture(params=[family.name for family in FAMILIES if not family.architecture.whole_attention])
+def attending(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+    """One of the families whose compressed attention runs in place of the stock one."""
+    return pairs[request.param]
+
+
+@pytest.fixture(params=one_of_each_attention())
+def one_attending(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+    """One of those of them in which it runs each in a way of its own."""
     return pairs[request.param]
 
 

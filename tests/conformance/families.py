@@ -99,6 +99,7 @@ from transformers import (
 
 from modegpt.architectures import Architecture, Dimensions, architecture_of
 from modegpt.checks.tiny import random_model
+from modegpt.modeling_modegpt import ATTENTION_DEFAULTS
 from modegpt.running.preparation import EXPERT_STEP
 
 ExaoneConfig: Any = getattr(transformers, "ExaoneConfig", None)
@@ -987,6 +988,24 @@ FAMILIES = [
     ),
     Family("starcoder2", lambda: Starcoder2Config(**SIZES, **GROUPED, sliding_window=WINDOW)),
 ]
+
+
+def one_of_each_attention() -> list[str]:
+    """Return the first family of each way in which the compressed attention runs, where it does.
+
+    For what depends on that alone, and takes long: the others of a way run the same lines of it.
+    """
+    first: dict[str, str] = {}
+    for family in FAMILIES:
+        if family.architecture.whole_attention:
+            continue
+        described, dims = ATTENTION_DEFAULTS | family.architecture.describe(), family.dims
+        way = [described[name] for name in (*ATTENTION_DEFAULTS, "scale_query")]
+        way += [described["query"] == described[role] for role in ("key", "value")]
+        way += [dims.rotary_dim == 0, dims.rotary_dim == dims.d_head]
+        way += [sorted(set(getattr(family.config(), "layer_types", None) or []))]
+        first.setdefault(repr(way), family.name)
+    return list(first.values())
 
 
 def tokens(rows: int = 2, length: int = 20, seed: int = 1) -> Tensor:

@@ -1,5 +1,8 @@
 """Every way of generating gives the tokens of repeated full forward passes without a cache."""
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -16,13 +19,11 @@ NEW = 10
 PROMPT = tokens(rows=3, length=9)
 """Longer than the sliding window, so that windows move during prefill and during decoding."""
 
-WAYS = {
-    "dynamic": {},
-    "static": {"cache_implementation": "static"},
+STATIC = {"cache_implementation": "static"}
+CACHES = {
     "offloaded": {"cache_implementation": "offloaded"},
-    "no cache": {"use_cache": False},
     "chunked prefill": {"prefill_chunk_size": 4},
-    "chunked prefill, static": {"prefill_chunk_size": 4, "cache_implementation": "static"},
+    "chunked prefill, static": {"prefill_chunk_size": 4, **STATIC},
 }
 
 
@@ -30,50 +31,74 @@ def generate(model, ids, **options):
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
 
-def skip_what_stock_lacks(pair: Pair, way: str) -> None:
-    if "static" in way and not pair.family.static:
+@functools.cache
+def continued(model: Any) -> torch.Tensor:
+    """Return the prompt as full forward passes continue it."""
+    expected = greedy(model, PROMPT, NEW)
+    assert (expected[:, -NEW:].diff() != 0).any(), "a constant continuation would hide a broken cache"
+    return expected
+
+
+def skip_what_stock_lacks(pair: Pair) -> None:
+    if not pair.family.static:
         pytest.skip("the stock attention masks a static cache wrongly")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_generate_equals_the_full_forward(pair: Pair, way: str):
+def test_generate_equals_the_full_forward(pair: Pair):
+    for options in ({}, {"use_cache": False}):
+        assert torch.equal(generate(pair.compressed, PROMPT, **options), continued(pair.compressed)), options
+
+
+def test_a_static_cache(attending: Pair):
+    skip_what_stock_lacks(attending)
+    assert torch.equal(generate(attending.compressed, PROMPT, **STATIC), continued(attending.compressed))
+
+
+@pytest.mark.parametrize("way", CACHES)
+def test_other_caches(one_attending: Pair, way: str):
     if way == "offloaded" and not torch.cuda.is_available():
         pytest.skip("the offloaded cache needs a GPU")
-    skip_what_stock_lacks(pair, way)
-    expected = greedy(pair.compressed, PROMPT, NEW)
-    assert (expected[:, -NEW:].diff() != 0).any(), "a constant continuation would hide a broken cache"
-    assert torch.equal(generate(pair.compressed, PROMPT, **WAYS[way]), expected)
+    if "static" in way:
+        skip_what_stock_lacks(one_attending)
+    assert torch.equal(generate(one_attending.compressed, PROMPT, **CACHES[way]), continued(one_attending.compressed))
 
 
-@pytest.mark.parametrize("way", ["dynamic", "static", "chunked prefill, static"])
-def test_left_padded_batches(pair: Pair, way: str):
-    skip_what_stock_lacks(pair, way)
+def padded_on_the_left(pair: Pair, **options: Any) -> None:
     lengths = (9, 6, 3)
     ids, mask = PROMPT.clone(), torch.ones_like(PROMPT)
     for row, length in enumerate(lengths):
         ids[row, : 9 - length] = PAD
         mask[row, : 9 - length] = 0
-    together = generate(pair.compressed, ids, attention_mask=mask, **WAYS[way])
+    together = generate(pair.compressed, ids, attention_mask=mask, **options)
     assert torch.equal(together, greedy(pair.compressed, ids, NEW, mask))
     for row, length in enumerate(lengths):
         alone = generate(pair.compressed, ids[row : row + 1, 9 - length :])
         assert torch.equal(together[row, 9 - length :], alone[0])
 
 
-def test_beam_search(pair: Pair):
-    options = {"num_beams": 3, "length_penalty": 0.0}
-    expected = generate(densify(pair.family, pair.compressed, pair.dense), PROMPT, **options)
-    for cache in ({}, {"use_cache": False}, *([{"cache_implementation": "static"}] if pair.family.static else [])):
-        assert torch.equal(generate(pair.compressed, PROMPT, **options, **cache), expected)
+def test_left_padded_batches(pair: Pair):
+    padded_on_the_left(pair)
 
 
-def test_the_cache_is_as_narrow_as_the_layers(pair: Pair):
-    if pair.family.architecture.whole_attention:
-        pytest.skip("the stock attention fills the cache")
-    cache, dims = DynamicCache(config=pair.compressed.config), pair.family.dims
+@pytest.mark.parametrize("options", [STATIC, CACHES["chunked prefill, static"]], ids=["static", "chunked prefill"])
+def test_left_padded_batches_in_a_static_cache(one_attending: Pair, options: dict[str, Any]):
+    skip_what_stock_lacks(one_attending)
+    padded_on_the_left(one_attending, **options)
+
+
+def test_beam_search(one_attending: Pair):
+    family, dense, compressed = one_attending.family, one_attending.dense, one_attending.compressed
+    beams = {"num_beams": 3, "length_penalty": 0.0}
+    expected = generate(densify(family, compressed, dense), PROMPT, **beams)
+    for cache in ({}, {"use_cache": False}, *([STATIC] if family.static else [])):
+        assert torch.equal(generate(compressed, PROMPT, **beams, **cache), expected)
+
+
+def test_the_cache_is_as_narrow_as_the_layers(attending: Pair):
+    cache, dims = DynamicCache(config=attending.compressed.config), attending.family.dims
     with torch.no_grad():
-        pair.compressed(tokens(rows=1, length=5), **{CACHE: cache})
-    for layer, rank in zip(cache.layers, pair.family.ranks(), strict=True):
+        attending.compressed(tokens(rows=1, length=5), **{CACHE: cache})
+    for layer, rank in zip(cache.layers, attending.family.ranks(), strict=True):
         assert layer.keys.shape[1::2] == (dims.n_kv_heads, rank["qk"])
         assert layer.values.shape[1::2] == (dims.n_kv_heads, rank["vo"])
 
@@ -85,12 +110,10 @@ def test_a_cache_by_another_name_is_refused(pairs: dict[str, Pair]):
         model(tokens(rows=1, length=5), memory=DynamicCache(config=model.config))
 
 
-def test_padding_to_one_head_dim_is_for_prefill_alone(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+def test_padding_to_one_head_dim_is_for_prefill_alone(attending: Pair, monkeypatch: pytest.MonkeyPatch):
     """SDPA has no fused kernel for unequal dims; when decoding, padding would copy the cache at every token."""
-    if not pair.dense._supports_sdpa:
+    if not attending.dense._supports_sdpa:
         pytest.skip("the family does not run on SDPA")
-    if pair.family.architecture.whole_attention:
-        pytest.skip("the stock attention runs")
     seen: list[bool] = []
 
     def record(module, query, key, value, mask, **options):
@@ -98,8 +121,8 @@ def test_padding_to_one_head_dim_is_for_prefill_alone(pair: Pair, monkeypatch: p
         return sdpa_attention_forward(module, query, key, value, mask, **options)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", record)
-    generate(pair.compressed, PROMPT[:, :5])
-    n_layers = pair.family.dims.n_layers
+    generate(attending.compressed, PROMPT[:, :5])
+    n_layers = attending.family.dims.n_layers
     prefill, decode = seen[:n_layers], seen[n_layers:]
     assert len(prefill) == n_layers
     assert all(prefill)
@@ -116,14 +139,14 @@ def test_decoding_step_by_step_gives_the_logits_of_one_pass(pair: Pair):
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=0, atol=pair.family.stepwise)
 
 
-def test_sampling_and_assisted_decoding(pair: Pair):
+def test_sampling_and_assisted_decoding(one_attending: Pair):
     """A seed draws the same tokens with and without a cache; assisting, which crops the cache, changes no token."""
-    drawn = []
+    model, drawn = one_attending.compressed, []
     for use_cache in (True, False):
         torch.manual_seed(0)
-        drawn.append(pair.compressed.generate(PROMPT, max_new_tokens=NEW, do_sample=True, use_cache=use_cache))
+        drawn.append(model.generate(PROMPT, max_new_tokens=NEW, do_sample=True, use_cache=use_cache))
     assert torch.equal(*drawn)
-    if pair.dense._is_stateful:
+    if one_attending.dense._is_stateful:
         pytest.skip("transformers assists no model with a state that cannot go back")
-    assisted = generate(pair.compressed, PROMPT[:1], assistant_model=pair.dense)
-    assert torch.equal(assisted, greedy(pair.compressed, PROMPT[:1], NEW))
+    assisted = generate(model, PROMPT[:1], assistant_model=one_attending.dense)
+    assert torch.equal(assisted, continued(model)[:1])

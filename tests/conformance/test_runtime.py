@@ -70,14 +70,15 @@ def test_a_pickle_opens_in_a_fresh_process(pairs: dict[str, Pair], tmp_path: Pat
     run_python("-c", code, tmp_path / "m", cache=tmp_path)
 
 
-def test_compiles_to_one_graph(pair: Pair):
+def test_compiles_to_one_graph(one_attending: Pair):
     """The `eager` backend traces as any other and breaks at the same places, without the minutes of code generation."""
     torch._dynamo.reset()
-    compiled = torch.compile(copy.deepcopy(pair.compressed), fullgraph=True, backend="eager")
+    model = one_attending.compressed
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager")
     # A second length is traced anew with a symbolic one, which takes as long again: for one family.
-    for ids in (tokens(), tokens(length=11))[: 2 if pair.family.name == "llama-grouped" else 1]:
+    for ids in (tokens(), tokens(length=11))[: 2 if one_attending.family.name == "llama-grouped" else 1]:
         # Float32 rounding of logits of size 100, should the graph's order of operations differ.
-        torch.testing.assert_close(logits(compiled, ids), logits(pair.compressed, ids), rtol=0, atol=1e-3)
+        torch.testing.assert_close(logits(compiled, ids), logits(model, ids), rtol=0, atol=1e-3)
 
 
 def test_decoding_with_a_static_cache_compiles_to_one_graph(pairs: dict[str, Pair]):
@@ -147,10 +148,10 @@ def test_torchao_weight_only_on_top(pair: Pair, folders: dict[str, Path]):
     assert (logits(loaded, tokens()) - expected).norm() < 0.1 * expected.norm()
 
 
-def test_exporting_a_model_leaves_it_as_it_was(pair: Pair):
-    if pair.family.name not in ("llama-tied", "gpt2", "gemma3_text"):
-        pytest.skip("one with a rotary embedding, one without, and one with two are enough")
-    model, ids = copy.deepcopy(pair.compressed), tokens(rows=1, length=9)
+@pytest.mark.parametrize("name", ["llama-tied", "gpt2", "gemma3_text"])
+def test_exporting_a_model_leaves_it_as_it_was(name: str, pairs: dict[str, Pair]):
+    """One with a rotary embedding, one without, and one with two."""
+    model, ids = copy.deepcopy(pairs[name].compressed), tokens(rows=1, length=9)
     before = model.generate(ids, max_new_tokens=3, do_sample=False)
     exported = torch.export.export(model, (), {"input_ids": ids, "use_cache": False})
     assert model.generate(ids, max_new_tokens=3, do_sample=False).tolist() == before.tolist()

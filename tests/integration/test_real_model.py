@@ -1,5 +1,6 @@
 """SmolLM2-135M, the real thing: exact at sparsity 0, exact against zeroed coordinates, the same bytes when resaved."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,17 +36,26 @@ def dense(weights: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tokens(weights: str) -> torch.Tensor:
-    return tokenize(load_text("python-docs", "evaluation"), open_tokenizer(weights))
+def tokenizer(weights: str) -> Any:
+    return open_tokenizer(weights)
+
+
+@pytest.fixture(scope="module")
+def tokens(tokenizer: Any) -> torch.Tensor:
+    return tokenize(load_text("python-docs", "evaluation"), tokenizer)
 
 
 @pytest.fixture(scope="module")
 def small(weights: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("real") / "small"
+    root = tmp_path_factory.mktemp("real")
+    # As hub caches keep files: `model.gguf` is a link to a blob, and must be opened by its own name.
+    (root / "blob").symlink_to(weights)
+    (root / "model.gguf").symlink_to(root / "blob")
     # Fewer tokens than neurons would make the refit ill-conditioned, and its large weights would amplify rounding.
     config = CompressionConfig(sparsity=0.25, samples=8, seq_len=256)
-    modegpt.compress(weights, "python-docs", config, out=out)
-    return out
+    modegpt.compress(root / "model.gguf", "python-docs", config, out=root / "small")
+    assert json.loads((root / "small" / "report.json").read_text())["model"] == str(root / "model.gguf")
+    return root / "small"
 
 
 def test_sparsity_zero_keeps_the_logits(dense: Any, tokens: torch.Tensor):
@@ -80,8 +90,8 @@ def test_quality_is_between_dense_and_guessing(small: Path, dense: Any, tokens: 
     assert before < after < math.sqrt(before * dense.config.vocab_size)
 
 
-def test_windows_for_calibration_and_evaluation_share_no_text(weights: str, tokens: torch.Tensor):
-    calibration = tokenize(load_text("python-docs", "calibration"), open_tokenizer(weights))
+def test_windows_for_calibration_and_evaluation_share_no_text(tokenizer: Any, tokens: torch.Tensor):
+    calibration = tokenize(load_text("python-docs", "calibration"), tokenizer)
     drawn = draw_windows(calibration, 8, 256, "random", 0, "python-docs")
     seen = {tuple(drawn[i, j : j + 16].tolist()) for i in range(8) for j in range(240)}
     assert not any(tuple(tokens[i : i + 16].tolist()) in seen for i in range(len(tokens) - 16))

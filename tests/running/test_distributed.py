@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, MixtralConfig
 
+from command_line import modegpt
 from modegpt.checks.tiny import random_model
 from modegpt.running.distributed import STARTED, Team, join_team, started_together
 from modegpt.running.partial import PartialCheckpoint
@@ -35,8 +36,8 @@ def test_two_processes_equal_one(allocation: str, solver: str, tiny_llama_dir: P
 
 def equal_of_two(model: Path, tmp_path: Path, *settings: str) -> None:
     arguments = [str(model), *COMMAND, *settings]
-    single = [sys.executable, "-m", "modegpt", "compress", *arguments, "--out", str(tmp_path / "one")]
-    subprocess.run(single, check=True, capture_output=True)
+    single = modegpt("compress", *arguments, "--out", tmp_path / "one")
+    assert single.exit_code == 0, single.output
     subprocess.run(torchrun(2, *arguments, "--out", str(tmp_path / "two")), check=True, env=ENVIRONMENT)
     reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two")]
     assert reports[1]["processes"] == 2
@@ -74,8 +75,8 @@ def test_a_dead_process_ends_the_run_and_one_process_resumes_it(tiny_llama_dir: 
     assert process.returncode != 0
     assert "SIGKILL" in errors or "died" in errors
     assert not (tmp_path / "out").exists()
-    again = [sys.executable, "-m", "modegpt", "compress", *arguments, "--resume"]
-    subprocess.run(again, check=True, capture_output=True)
+    again = modegpt("compress", *arguments, "--resume")
+    assert again.exit_code == 0, again.output
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
