@@ -13,9 +13,10 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python -m modegpt demo
 
-# The models of the tests are too small for threads: files are dealt to processes instead, one thread each.
+# The models of the tests are too small for threads: files are dealt to processes instead, one thread each. In their
+# order: by number of tests the one with the real model, of few tests and minutes, would be dealt last.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # With the oldest transformers that pyproject.toml allows: the tests of what changes between its versions.
 test-oldest: $(READY)
