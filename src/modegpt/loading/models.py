@@ -1,5 +1,7 @@
 """Opens what a user calls MODEL: a hub name, a local folder, or a `.gguf` file; dense or compressed."""
 
+import copy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,15 @@ def outer_config(name: str) -> PreTrainedConfig:
     """Read a model's config as it is, that of a multimodal model whole; see `open_config`."""
     location, arguments = locate(name)
     with opening(f"model '{name}'"):
-        return AutoConfig.from_pretrained(location, trust_remote_code=False, **arguments)
+        if arguments:
+            return copy.deepcopy(_gguf_config(location, **arguments, written=Path(name).stat().st_mtime_ns))
+        return AutoConfig.from_pretrained(location, trust_remote_code=False)
+
+
+@lru_cache(maxsize=1)
+def _gguf_config(folder: str, gguf_file: str, written: int) -> PreTrainedConfig:
+    """Read the config of a `.gguf` file once in a run: with its whole vocabulary, transformers takes seconds to."""
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf_file)
 
 
 def check_model(name: str) -> tuple[PreTrainedConfig, Architecture]:
@@ -106,12 +116,12 @@ def load_model(
     """Load a model as `open_model` does, and return beside it the tensors in its files that have no place in it."""
     location, arguments = locate(name)
     device = torch.device(device)
-    config = outer_config(name) if dtype == "auto" or not arguments else None  # of a .gguf file it takes seconds
+    config = outer_config(name)
     if arguments:
         from transformers import GgufConfig
 
-        arguments["quantization_config"] = GgufConfig(dequantize=True)
-    said = None if config is None else text_part(config)
+        arguments |= {"quantization_config": GgufConfig(dequantize=True), "config": config}
+    said = text_part(config)
     packed, language = packing(said), plain(said)
     if dtype == "auto":
         dtype = compute_dtype(device, own_dtype(language))
@@ -122,7 +132,7 @@ def load_model(
         check_packing(find_tensors(Path(name)), None)
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
-    if config is not None and has_text_part(config):
+    if has_text_part(config):
         arguments |= {"config": text_part(config), "key_mapping": KEY_MAPPING}
         transformers_logging.set_verbosity_error()  # it would list every weight of the towers
     try:
