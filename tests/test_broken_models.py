@@ -15,7 +15,7 @@ from modegpt import CompressionConfig, InputError, compress
 from modegpt.compress import compress_to_folder
 from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
-from modegpt.running.preparation import open_source
+from modegpt.running.source import open_source
 
 CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
 WINDOWS = torch.arange(128).view(4, 32)

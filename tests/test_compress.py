@@ -22,7 +22,7 @@ from transformers import (
 
 import modegpt
 from modegpt import CompressionConfig, InputError, NumericalError
-from modegpt.running.preparation import open_source
+from modegpt.running.source import open_source
 
 
 def tiny_llama(**changes: object) -> LlamaForCausalLM:
@@ -66,7 +66,7 @@ def test_the_dense_model_is_left_as_it_was():
 
 
 def test_the_identity_of_a_model_in_memory_feels_every_weight(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modegpt.running.preparation._PIECE", 100)  # several of each matrix
+    monkeypatch.setattr("modegpt.running.source._PIECE", 100)  # several of each matrix
     model, cpu = tiny_llama(), torch.device("cpu")
     before = open_source(model, cpu).identity
     assert open_source(tiny_llama(), cpu).identity == before

@@ -12,8 +12,9 @@ import modegpt
 from command_line import modegpt as run_command
 from modegpt import CompressionConfig, InputError
 from modegpt.compress import prepare
-from modegpt.planning import estimate, make_plan
+from modegpt.planning import make_plan
 from modegpt.ranks.plan_file import read_plan
+from modegpt.running.estimate import estimate
 
 TEXT = ["--calibration", "python-docs", "--samples", "4", "--seq-len", "32"]
 
@@ -109,7 +110,7 @@ def test_token_ids_are_reckoned_with_as_they_are(rule: str):
 
 def test_a_saved_model_is_reckoned_with_in_its_dtype_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Saving leaves the config with the dtype's name. The GPU is one of which the speed is made believe."""
-    monkeypatch.setattr("modegpt.planning._rate", lambda dtype, device: 1e9)
+    monkeypatch.setattr("modegpt.running.estimate._rate", lambda dtype, device: 1e9)
     found, device = [], torch.device("cuda")
     for dtype in (torch.float32, torch.bfloat16):
         model = small_models()["llama"].to(dtype)

@@ -14,7 +14,7 @@ import modegpt
 from modegpt import CompressionConfig
 from modegpt.calibration import begin_windows, load_text, start_token, tokenize
 from modegpt.comparing.in_turn import measure
-from modegpt.running.preparation import open_text
+from modegpt.running.text import open_text
 
 
 @given(n_tokens=st.integers(0, 60), seq_len=st.integers(2, 9))

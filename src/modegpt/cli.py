@@ -120,7 +120,8 @@ def plan(
         check_plot(plot, PLOTS)
     begin()
     from .commands.progress_bar import ProgressBar
-    from .planning import make_plan, plot_plan, require_plotting
+    from .pages.plan_plot import plot_plan, require_plotting
+    from .planning import make_plan
     from .ranks.units import score_parts
 
     if plot is not None:

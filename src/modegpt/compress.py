@@ -16,18 +16,13 @@ from .loading.shards import ShardBlocks
 from .progress import Progress
 from .report import Stopwatch
 from .running.distributed import join_team
+from .running.fingerprint import run_fingerprint
 from .running.lending import lent
 from .running.partial import PartialCheckpoint, clear_leftovers, finished_report
-from .running.preparation import (
-    check_generation,
-    check_ids,
-    layer_sizes,
-    open_source,
-    open_text,
-    require_model,
-    run_fingerprint,
-)
 from .running.run import Run
+from .running.sizes import layer_sizes
+from .running.source import check_generation, open_source, require_model
+from .running.text import check_ids, open_text
 
 
 def compress(

@@ -307,7 +307,7 @@ def test_an_infinite_perplexity_is_kept_and_drawn(tiny_llama_dir: Path, small_te
 
 def test_dtypes_that_differ_are_told(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path, monkeypatch):
     """A GPU computes in the stored dtype; here one is made believe."""
-    for module in ("loading.models", "comparing.sweep", "running.preparation"):
+    for module in ("loading.models", "comparing.sweep", "running.source"):
         monkeypatch.setattr(f"modegpt.{module}.compute_dtype", lambda _device, own: own)
     config = replace(CONFIG, dtype="bfloat16", allocation="uniform", solver="paper")
     table = sweep(tiny_llama_dir, small_text_file, tmp_path / "s", [0.3], config, measures(small_text_file))

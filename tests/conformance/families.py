@@ -100,7 +100,7 @@ from transformers import (
 from modegpt.architectures import Architecture, Dimensions, architecture_of
 from modegpt.checks.tiny import random_model
 from modegpt.modeling_modegpt import ATTENTION_DEFAULTS
-from modegpt.running.preparation import EXPERT_STEP
+from modegpt.running.sizes import EXPERT_STEP
 
 ExaoneConfig: Any = getattr(transformers, "ExaoneConfig", None)
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from modegpt.architectures.access import Layout, affine
 from modegpt.modeling_modegpt import compressed_class, decoder_layers
-from modegpt.running.preparation import layer_sizes
+from modegpt.running.sizes import layer_sizes
 
 from .conftest import Pair
 from .families import EXPERTS, GROUPED, LLAMA_3, SIZES, WINDOW, Family, tokens

@@ -20,7 +20,7 @@ from modegpt.config import MODULES, CompressionConfig
 from modegpt.errors import InputError
 from modegpt.inspection import describe
 from modegpt.modeling_modegpt import decoder_layers
-from modegpt.running.preparation import layer_sizes
+from modegpt.running.sizes import layer_sizes
 
 from .conftest import Pair
 from .families import NO_WIDTH, SIZES, tokens

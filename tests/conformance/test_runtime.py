@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache, pi
 
 from modegpt.cache_name import CACHE
 from modegpt.modeling_modegpt import decoder_layers
-from modegpt.running.preparation import cached_numbers
+from modegpt.running.sizes import cached_numbers
 
 from .conftest import Pair
 from .families import tokens

@@ -24,7 +24,7 @@ import modegpt
 from modegpt import CompressionConfig, InputError
 from modegpt.formats.packed import FOURS, unpack, unpack_fours
 from modegpt.loading.models import open_model
-from modegpt.running.preparation import open_source
+from modegpt.running.source import open_source
 from test_cli import assert_refused
 from test_cli import modegpt as command
 

@@ -29,8 +29,8 @@ from modegpt.observing.experts import combined, in_turn, routed, told, watched
 from modegpt.running import expert_refit
 from modegpt.running.distributed import Team
 from modegpt.running.expert_refit import ExpertRefit
-from modegpt.running.preparation import EXPERT_STEP
 from modegpt.running.scoring import OutlierScorer
+from modegpt.running.sizes import EXPERT_STEP
 from modegpt.solvers import SOLVERS
 from modegpt.solvers.experts import decide, unseen
 from modegpt.solvers.mlp import RIDGE, TARGET_RIDGE

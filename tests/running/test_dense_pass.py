@@ -13,7 +13,7 @@ from modegpt.hidden_states import HiddenStates
 from modegpt.report import Stopwatch
 from modegpt.running import dense_pass, fisher
 from modegpt.running.distributed import Team, join_team
-from modegpt.running.preparation import open_source
+from modegpt.running.source import open_source
 
 CPU = torch.device("cpu")
 BESIDE = [

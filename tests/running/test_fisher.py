@@ -17,7 +17,7 @@ from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments
 from modegpt.running.fisher import EVERY, FisherProbe, draw_seed, fisher_noise, stride
-from modegpt.running.preparation import Source, open_source
+from modegpt.running.source import Source, open_source
 from modegpt.solvers.mlp import felt_by_logits
 from modegpt.sums.token_weights import token_weights
 

@@ -29,7 +29,7 @@ from modegpt.running import staged
 from modegpt.running.dense_pass import EVERY, DensePass
 from modegpt.running.distributed import join_team
 from modegpt.running.fisher import FisherProbe
-from modegpt.running.preparation import open_source
+from modegpt.running.source import open_source
 from modegpt.running.staged import BlockCompressor
 from modegpt.running.surgery import compress_block, needed_moments, rounded_tensors, stages
 from modegpt.solvers.mlp import FIRST_RIDGE, FOLD_RIDGE, GATE_RIDGE, RIDGE, TARGET_RIDGE

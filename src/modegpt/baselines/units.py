@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..architectures import Architecture, Dimensions
 from ..architectures.access import affine
-from ..running.preparation import layer_sizes
+from ..running.sizes import layer_sizes
 from .walk import Decoder, not_plain
 
 

@@ -16,7 +16,7 @@ from ..loading.shards import skeleton
 from ..modeling_modegpt import decoder_layers
 from ..ranks.limits import why_whole
 from ..ranks.whole import LayerSizes, aligned
-from ..running.preparation import EXPERT_STEP, cached_numbers, layer_sizes
+from ..running.sizes import EXPERT_STEP, cached_numbers, layer_sizes
 
 GUIDE = "docs/adding-an-architecture.md"
 UNITS = {"mlp": "neurons", "qk": "coordinates a head", "vo": "coordinates a head"}

@@ -20,8 +20,10 @@ from ..errors import InputError, NumericalError
 from ..loading.models import open_model, resolve_device
 from ..progress import Progress
 from ..report import protocol
+from ..running.fingerprint import run_fingerprint
 from ..running.lending import lent
-from ..running.preparation import dense_config_of, open_source, open_text, run_fingerprint
+from ..running.source import dense_config_of, open_source
+from ..running.text import open_text
 from ..sums.full_float32 import full_float32
 from .in_turn import seen_text
 from .measures import Measures, Quality

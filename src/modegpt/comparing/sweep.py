@@ -28,9 +28,11 @@ from ..pages import plots
 from ..pages.sweep_plots import draw
 from ..progress import Progress
 from ..report import Stopwatch, machine, protocol
+from ..running.fingerprint import run_fingerprint
 from ..running.partial import IDENTITY, PartialCheckpoint, finished_report
-from ..running.preparation import Text, dense_config_of, open_text, run_fingerprint
 from ..running.run import Run
+from ..running.source import dense_config_of
+from ..running.text import Text, open_text
 from .in_turn import mixed_dtypes, seen_text
 from .measures import Measures, Quality
 from .rows import Rows, check_call, shown

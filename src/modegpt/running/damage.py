@@ -18,7 +18,7 @@ from ..moments import record_moments
 from ..ranks.whole import LayerSizes, trial_rank
 from .distributed import Team
 from .own_text import ROWS
-from .preparation import Source
+from .source import Source
 from .surgery import blank_moments, compress_block
 
 HELD_TOKENS = 1024

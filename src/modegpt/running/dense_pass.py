@@ -15,7 +15,7 @@ from ..observing.normed_outputs import NormedOutputs
 from ..report import Stopwatch, room_bytes
 from .distributed import Team
 from .fisher import FisherProbe
-from .preparation import Source
+from .source import Source
 from .surgery import blank_moments, cut_modules
 
 EVERY = 3

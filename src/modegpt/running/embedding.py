@@ -15,7 +15,7 @@ from ..report import Stopwatch, free_gpu_memory_bytes
 from ..sums.token_weights import token_weights
 from .distributed import Team
 from .own_text import LENGTHS, empty_caches
-from .preparation import Source
+from .source import Source
 
 OFFSET_PERIOD = 4096
 """Tokens after which the count of `Calibration.offsets` begins anew, whatever the size of a batch."""

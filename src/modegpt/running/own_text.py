@@ -13,7 +13,8 @@ from ..hidden_states import HiddenStates
 from ..loading.models import compute_dtype
 from ..report import free_gpu_memory_bytes
 from .distributed import Team
-from .preparation import Source, cached_numbers
+from .sizes import cached_numbers
+from .source import Source
 
 LENGTHS = (16, 4)
 """Tokens of a continuation, the random one included. Windows take these lengths in turn: longer ones are text as the

@@ -28,8 +28,8 @@ from ..formats.safetensors_merge import Entry, merge, read_header
 from ..inspection import describe
 from ..loading.tokenizers import save_tokenizer
 from .folder_lock import FolderLock
-from .preparation import Text
 from .surgery import BlockOutcome
+from .text import Text
 
 MAX_FILE_BYTES = 50 * 10**9
 """Above this a checkpoint stays in one file a layer, as transformers would split it too."""

@@ -31,10 +31,11 @@ from .embedding import Embedding
 from .fisher import FisherProbe, stride
 from .own_text import Writer, beginning
 from .partial import PartialCheckpoint
-from .preparation import Source, Text, output_dtype
 from .scoring import InfluenceScorer, OutlierScorer, Scorer
+from .source import Source, output_dtype
 from .staged import BlockCompressor
 from .surgery import BlockOutcome, cut_modules, rounded_tensors
+from .text import Text
 
 
 @dataclass

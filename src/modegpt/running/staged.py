@@ -23,7 +23,7 @@ from ..sums.token_weights import weighed_by_norm
 from .dense_pass import DensePass
 from .distributed import Team
 from .expert_refit import ExpertRefit
-from .preparation import Source, output_dtype
+from .source import Source, output_dtype
 from .surgery import (
     BlockOutcome,
     blank_moments,
