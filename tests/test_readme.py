@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
+from command_line import modegpt
 from modegpt.architectures import ARCHITECTURES
 from modegpt.cli import app
 from modegpt.commands.demo import INSTALL
@@ -49,7 +49,7 @@ def test_every_command_in_the_readme_exists_and_none_is_missing():
     listed = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert told == listed
     for name in told:
-        assert CliRunner().invoke(app, [name, "--help"]).exit_code == 0
+        assert modegpt(name, "--help").exit_code == 0
 
 
 def test_the_figures_are_those_of_the_result_files():

@@ -11,15 +11,13 @@ from .allocation import Allocation
 from .compress import prepare
 from .config import CompressionConfig
 from .progress import Progress
+from .ranks.units import COLUMNS
 from .report import budget, protocol
 from .running.estimate import estimate
 from .running.lending import lent
 from .running.sizes import cached_numbers
 from .running.source import Source
 from .running.text import plain_text
-
-NEEDS_TEXT = ("influence", "influence-blocks", "owl", "error")
-"""Allocation rules that score the blocks on calibration text."""
 
 
 def make_plan(
@@ -40,7 +38,7 @@ def make_plan(
         `estimate` (memory and time without scoring), `scoring_seconds`, `warnings`; `compress --plan` takes the same
         JSON back.
     """
-    given = config.allocation in NEEDS_TEXT or isinstance(calibration, torch.Tensor)
+    given = config.allocation in COLUMNS or isinstance(calibration, torch.Tensor)
     run = prepare(model, calibration if given else plain_text(config), config, tokenizer, progress)
     run.check()
     start = time.perf_counter()

@@ -10,11 +10,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from typer.testing import CliRunner
 
 import modegpt
+from command_line import modegpt as run_command
 from modegpt.architectures import architecture_of
-from modegpt.cli import app
 from modegpt.errors import InputError
 from modegpt.formats.text_part import LANGUAGE_MODELS, MULTIMODAL
 from modegpt.loading.models import open_config, open_model
@@ -267,7 +266,7 @@ def test_queries_that_grow_need_their_numbers(tmp_path: Path):
 def test_check_says_what_is_taken(tmp_path: Path):
     # No head of their own, says a Gemma 3 that leaves it open; its language model's config must say it.
     multimodal(*CASES[0], tie_word_embeddings=None).config.save_pretrained(tmp_path)
-    result = CliRunner().invoke(app, ["check", str(tmp_path), "--config-only", "--json", str(tmp_path / "said.json")])
+    result = run_command("check", tmp_path, "--config-only", "--json", tmp_path / "said.json")
     assert result.exit_code == 0, result.output
     first = json.loads((tmp_path / "said.json").read_text())["checks"][0]
     assert "of the gemma3 model only the language model is taken" in first["meaning"]

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 import modegpt
+from command_line import modegpt as run_command
 from modegpt.calibration import load_text, tokenize
-from modegpt.cli import app
 from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
 
@@ -109,7 +108,7 @@ def test_a_saved_model_opens_as_any_does_and_generates(gemma: Opened, compressed
 
 
 def test_check_reads_the_file(gemma: Opened):
-    result = CliRunner().invoke(app, ["check", str(gemma.path), "--config-only", "--json", "-"])
+    result = run_command("check", gemma.path, "--config-only", "--json", "-")
     assert result.exit_code == 0, result.output
     told = {line["name"]: line["meaning"] for line in json.loads(result.stdout)["checks"]}
     assert "4 query heads of 256 coordinates share one key and value head" in told["heads"]

@@ -133,7 +133,7 @@ def load_model(
     bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     if has_text_part(config):
-        arguments |= {"config": text_part(config), "key_mapping": KEY_MAPPING}
+        arguments |= {"config": said, "key_mapping": KEY_MAPPING}
         transformers_logging.set_verbosity_error()  # it would list every weight of the towers
     try:
         with refused(f"model '{name}' cannot be loaded"):
