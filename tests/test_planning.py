@@ -137,6 +137,21 @@ def test_the_cache_of_what_the_model_writes_is_reckoned_with():
     assert with_cache - without == 2 * 2048 * 3 * 32 * 4
 
 
+def test_blocks_that_stay_while_the_model_writes_are_reckoned_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=16, num_hidden_layers=3, num_attention_heads=4, vocab_size=64
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    block = (4 * 32 * 32 + 3 * 32 * 16 + 2 * 32) * 4  # attention, MLP and norms, in float32
+    windows = torch.randint(64, (4, 512), generator=torch.Generator().manual_seed(1))
+    settings = CompressionConfig(sparsity=0.3, coverage=1.0, solver="paper")
+    found = []
+    for room in (0, block, 2 * block, 10 * block):
+        monkeypatch.setattr("modegpt.running.estimate.BLOCK_BYTES", room)
+        found.append(make_plan(str(tmp_path), windows, settings)["estimate"]["device_bytes"])
+    assert [beside - found[0] for beside in found] == [0, block, 2 * block, 2 * block]  # of three, one always runs
+
+
 def test_planning_leaves_the_global_random_state_alone():
     model = small_models()["llama"]
     state = torch.get_rng_state()

@@ -4,10 +4,11 @@ import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedTokenizerFast
 
 from conformance.families import FAMILIES, Family
@@ -30,10 +31,14 @@ def run_of(model: object, **settings: object) -> Run:
     return prepare(model, calibration(), CompressionConfig(device="cpu", **settings), None, None)  # type: ignore[arg-type]
 
 
-def written(model: object, **settings: object) -> Tensor:
-    windows = run_of(model, **settings).coverage()
+def written_by(run: Run) -> Tensor:
+    windows = run.coverage()
     assert windows is not None
     return windows
+
+
+def written(model: object, **settings: object) -> Tensor:
+    return written_by(run_of(model, **settings))
 
 
 def expected(dense: torch.nn.Module, count: int, seed: int, start: int | None = None) -> Tensor:
@@ -68,20 +73,45 @@ def test_text_is_sampled_from_the_model_in_memory_and_from_shards(
 
 
 @pytest.mark.parametrize("n_kept", [0, 1, 2])
-def test_where_there_is_room_blocks_are_read_once(n_kept: int, monkeypatch: pytest.MonkeyPatch):
-    """On a GPU; here one is made believe, in which half of the memory is taken after so many blocks."""
-    dense = FAMILIES[0].dense()
-    run = run_of(dense, coverage=0.5)
-    read, peek = [], run.source.blocks.peek
-    monkeypatch.setattr(run.source.blocks, "peek", lambda index, device: read.append(index) or peek(index, device))
+def test_where_a_gpu_has_room_blocks_are_read_once(n_kept: int, monkeypatch: pytest.MonkeyPatch):
+    """Its free memory is made believe, half of which is taken after so many blocks."""
+    blocks = [nn.Linear(2, 2) for _ in range(3)]
+    read: list[int] = []
+    source = SimpleNamespace(peek=lambda index, device: read.append(index) or blocks[index])
     monkeypatch.setattr(
         "modegpt.running.own_text.free_gpu_memory_bytes", lambda device: 4 if len(read) <= n_kept else 2
     )
-    windows = run.coverage()
-    assert windows is not None
-    assert torch.equal(windows, expected(dense, 3, seed=0))
+    writer = Writer(source, 3, None, None, Team(), torch.device("cuda"), True, None)  # type: ignore[arg-type]
+    for index in (0, 1, 2, 0, 1, 2):
+        assert writer._block(index) is blocks[index]
+    assert read == [0, 1, 2, *range(n_kept, 3)]
+
+
+@pytest.mark.parametrize(("n_kept", "limit"), [(0, None), (1, None), (2, None), (0, 10**9)])
+def test_where_the_host_has_room_blocks_are_read_once(
+    n_kept: int, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A limit of memory leaves none."""
+    dense = FAMILIES[0].dense()
+    dense.save_pretrained(tmp_path)
+    run = run_of(str(tmp_path), coverage=0.5, max_host_memory=limit)
+    read, peek = [], run.source.blocks.peek
+    monkeypatch.setattr(run.source.blocks, "peek", lambda index, device: read.append(index) or peek(index, device))
+    if limit is None:
+        block = run.sizes[0].total * 4
+        monkeypatch.setattr("modegpt.running.own_text.BLOCK_BYTES", n_kept * block + block // 2)
+    assert torch.equal(written_by(run), expected(dense, 3, seed=0))
     n_steps = max(LENGTHS) - 1  # of both lengths together
     assert len(read) == n_steps * run.source.dims.n_layers - n_kept * (n_steps - 1)
+
+
+def test_blocks_that_are_in_memory_anyway_count_nothing(monkeypatch: pytest.MonkeyPatch):
+    run = run_of(FAMILIES[0].dense(), coverage=0.5)
+    read, peek = [], run.source.blocks.peek
+    monkeypatch.setattr(run.source.blocks, "peek", lambda index, device: read.append(index) or peek(index, device))
+    monkeypatch.setattr("modegpt.running.own_text.BLOCK_BYTES", 0)
+    run.coverage()
+    assert read == list(range(run.source.dims.n_layers))
 
 
 def test_continuations_begin_where_all_windows_begin():
@@ -154,7 +184,7 @@ class Copyist(Writer):
 def test_processes_decide_nothing_even_where_some_have_nothing_to_write(size: int, seq_len: int):
     def share(rank: int, size: int) -> Tensor:
         team = Alone(rank, size)
-        writer = Copyist(None, 1, None, None, team, CPU, lambda run, to_run: None)  # type: ignore[arg-type]
+        writer = Copyist(None, 1, None, None, team, CPU, True, lambda run, to_run: None)  # type: ignore[arg-type]
         return writer.windows(2, seq_len, None, 1000, seed=0)
 
     assert torch.equal(torch.stack([share(rank, size) for rank in range(size)]).sum(0), share(0, 1))

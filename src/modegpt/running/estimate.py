@@ -11,7 +11,7 @@ from ..ranks.whole import LayerSizes
 from .dense_pass import held_bytes, room_ahead
 from .fisher import DEPTH
 from .fisher import EVERY as PROBED_EVERY
-from .own_text import LENGTHS, cache_bytes
+from .own_text import BLOCK_BYTES, LENGTHS, cache_bytes
 from .source import Source
 from .surgery import solver_of
 
@@ -25,13 +25,13 @@ def estimate(
 
     Memory: one block, the moment of its MLP, or of each of its experts, in float64 and two working copies of one, that
     of the gates in float32, and what is held of the last blocks if they are measured together (`room_ahead` in
-    `running.dense_pass`); or, if that is more, one block, the embeddings, and the cache while the model writes. On
-    the host, the hidden states. Time: two passes over the blocks, through the experts that a token is sent to (one
-    more for a `late` solver where a block puts out no sum; elsewhere its stages are halves of a pass), one of the
-    coverage windows that the model writes, and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a layer
-    or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do its copies. Attention
-    scores, disk and the blocks that a GPU with room for them keeps while the model writes are left out, so read it as
-    the right order, not as a promise.
+    `running.dense_pass`); or, if that is more, the embeddings, and the cache and blocks that are kept while the model
+    writes. On the host, the hidden states. Time: two passes over the blocks, through the experts that a token is sent
+    to (one more for a `late` solver where a block puts out no sum; elsewhere its stages are halves of a pass), one of
+    the coverage windows that the model writes, and the moments at the float32 (on a GPU: stored) rate, `3·d_int³` a
+    layer or expert at the float64 rate, or the float32 one where an MLP's solver works in it, as do its copies.
+    Attention scores, disk and the blocks that a GPU with room for them keeps while the model writes are left out, so
+    read it as the right order, not as a promise.
     """
     dims = source.dims
     n_windows, seq_len = text
@@ -41,8 +41,8 @@ def estimate(
     twice = solver_of("mlp", config).late and not (architecture.adds_mlp or architecture.whole_attention)
     n_passes = 2 + twice
     dtype = compute_dtype(device, source.dtype)
-    block = max(size.total for size in sizes)
-    outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - sum(s.total for s in sizes)
+    block, blocks = max(size.total for size in sizes), sum(size.total for size in sizes)
+    outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - blocks
     states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
     n_mlps = max(1, dims.n_experts)
     active = getattr(source.config, architecture.experts_per_token) if dims.n_experts else 1
@@ -52,7 +52,9 @@ def estimate(
     around = outside * dtype.itemsize
     if n_written:
         written = [-(-n_written // len(LENGTHS))] * len(LENGTHS)
-        around += block * dtype.itemsize + sum(cache_bytes(source, written, device, spare))
+        room = BLOCK_BYTES if spare and source.streamed and device.type != "cuda" else 0
+        around += min(blocks * dtype.itemsize, block * dtype.itemsize + room)
+        around += sum(cache_bytes(source, written, device, spare))
     if source.runs_beside(config) and not dims.n_experts and spare:
         moments = 12 * dims.d_int**2 + 8 * (dims.n_heads * dims.d_head) ** 2
         n_blocks = min(DEPTH, dims.n_layers)
@@ -60,7 +62,7 @@ def estimate(
         memory += held if held <= room_ahead(device) else 0
     # Of a block's parameters, those that a token does not pass are in the experts that it is not sent to.
     experts = sum(size.weight("mlp") for size in sizes if "mlp" not in size.whole)
-    passed = sum(size.total for size in sizes) - experts * (n_mlps - active) // n_mlps
+    passed = blocks - experts * (n_mlps - active) // n_mlps
     n_cut = sum("mlp" not in size.whole for size in sizes)
     passes = n_passes * 2 * passed + n_cut * active * dims.d_int**2
     rates = {each: _rate(each, device) for each in dict.fromkeys((dtype, solved_in))}

@@ -26,9 +26,11 @@ CACHE_PART = 4
 """Of a GPU's free memory a fourth is for them."""
 ROWS = 256
 """Distributions over the vocabulary that are in memory at once: some 100 MB each time they are copied."""
+BLOCK_BYTES = 2**31
+"""Of host memory, for blocks that stay there from step to step: to read one from files, convert and check it takes as
+long as to run it on such short texts."""
 FREE_PART = 2
-"""Blocks stay on a GPU from step to step as long as one half of what was free of it still is: to read and copy one
-takes longer than to run it on such short texts."""
+"""Blocks stay on a GPU as long as one half of what was free of it still is."""
 CUMULATED = 2**20
 """Float64 numbers in memory at once while tokens are drawn: what stays in the cache is summed thrice as fast."""
 
@@ -80,6 +82,7 @@ class Writer:
             None where there is no room.
         team: the processes of the run; each writes its share.
         device: where blocks run.
+        spare: whether the host has memory to spare.
         done: called with the blocks that have been run and those there are to run.
     """
 
@@ -91,6 +94,7 @@ class Writer:
         caches: Callable[[Sequence[tuple[int, int]]], list[Cache | None]],
         team: Team,
         device: torch.device,
+        spare: bool,
         done: Callable[[int, int], None],
     ) -> None:
         """Write nothing yet."""
@@ -98,6 +102,7 @@ class Writer:
         self._team, self._device, self._done = team, device, done
         self._kept: dict[int, nn.Module] = {}
         self._least = free_gpu_memory_bytes(device) // FREE_PART
+        self._room = BLOCK_BYTES * spare
         self._n_run = self._n_to_run = 0
 
     def windows(self, count: int, seq_len: int, start: int | None, vocab_size: int, seed: int) -> Tensor:
@@ -168,13 +173,21 @@ class Writer:
         return [calibration.hidden for calibration in calibrations]
 
     def _block(self, index: int) -> nn.Module:
-        """Return a block, and keep it for the steps to come where a GPU has room for it."""
+        """Return a block, and keep it for the steps to come where there is room for it."""
         if index in self._kept:
             return self._kept[index]
         block = self._blocks.peek(index, self._device)
-        if free_gpu_memory_bytes(self._device) > self._least:
+        if self._fits(block, index):
             self._kept[index] = block
         return block
+
+    def _fits(self, block: nn.Module, index: int) -> bool:
+        if self._device.type == "cuda":
+            return free_gpu_memory_bytes(self._device) > self._least
+        if block is self._blocks.layers[index]:  # a model in memory holds it anyway
+            return True
+        self._room -= sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
+        return self._room >= 0
 
 
 def empty_caches(source: Source, n_tokens: Sequence[int], device: torch.device, spare: bool) -> list[Cache | None]:

@@ -209,8 +209,10 @@ class Run:
         """Return windows that the dense model writes."""
         source, tell = self.source, functools.partial(self._tell, "coverage")
         start = beginning(self.text.windows, self.text.about.get("start_token"))
-        into = self.embedding
-        writer = Writer(source.blocks, source.dims.n_layers, into.continued, into.caches, self.team, self.device, tell)
+        into, spare = self.embedding, self.config.max_host_memory is None
+        writer = Writer(
+            source.blocks, source.dims.n_layers, into.continued, into.caches, self.team, self.device, spare, tell
+        )
         return writer.windows(count, seq_len, start, source.config.vocab_size, seed)
 
     def allocate(self, scores: Tensor | list[list[float]] | None) -> Allocation:

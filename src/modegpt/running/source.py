@@ -45,6 +45,11 @@ class Source:
     """What distinguishes its weights from other weights."""
     notes: list[str]
 
+    @property
+    def streamed(self) -> bool:
+        """Whether its blocks are read from files whenever one is asked for."""
+        return isinstance(self.blocks, ShardBlocks)
+
     def runs_beside(self, config: CompressionConfig) -> bool:
         """Whether the dense model runs beside the compressed one."""
         return config.feeds_back and self.architecture.makes_up
