@@ -32,6 +32,7 @@ from transformers import (
 
 import modegpt
 from command_line import modegpt as run_command
+from conformance.families import FAMILIES
 from modegpt import CompressionConfig, InputError
 from modegpt.compress import compress_to_folder
 from modegpt.errors import WriteError
@@ -101,6 +102,22 @@ def test_streamed_equals_in_memory_and_transformers_bytes(make, tmp_path: Path):
         assert torch.equal(left, right), name
     streamed.save_pretrained(tmp_path / "b")
     assert result_files(tmp_path / "a") == result_files(tmp_path / "b")
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "gemma2", "opt", "mixtral"])
+def test_a_model_in_16_bits_in_memory_is_computed_as_one_from_files(name: str, tmp_path: Path):
+    """In float32 on a CPU, whose half precision crawls: embeddings, blocks and head, none of which is changed."""
+    (family,) = (family for family in FAMILIES if family.name == name)
+    family.dense().to(torch.bfloat16).save_pretrained(tmp_path)
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path)
+    before = {name: tensor.clone() for name, tensor in dense.state_dict().items()}
+    config = CompressionConfig(sparsity=0.25, allocation="error", device="cpu")
+    in_memory, streamed = (modegpt.compress(source, windows(), config) for source in (dense, tmp_path))
+    assert in_memory.dtype == streamed.dtype == dense.dtype == torch.bfloat16
+    assert in_memory.modegpt_report["allocation"] == streamed.modegpt_report["allocation"]
+    for (name, left), right in zip(streamed.state_dict().items(), in_memory.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+    assert all(torch.equal(tensor, before[name]) for name, tensor in dense.state_dict().items())
 
 
 def test_reading_an_embedding_that_has_a_buffer_draws_no_random_numbers(tmp_path: Path):

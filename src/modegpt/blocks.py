@@ -4,7 +4,7 @@ import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,6 +51,8 @@ class BlockSource(Protocol):
     layers: nn.ModuleList
     prefix: str
     """Name of the block list in the model, for example `model.layers`."""
+    copies: bool
+    """Whether a block is read, or converted, whenever one is asked for."""
 
     def take(self, index: int, device: torch.device) -> nn.Module:
         """Return block `index` on `device`, to be changed at will; raise `NumericalError` on NaN or infinity."""
@@ -95,13 +97,16 @@ class ModelBlocks:
         model: a dense causal language model.
         architecture: its family.
         consume: whether the model may be taken apart: its blocks are then handed out themselves, not as copies.
+        widen: whether the blocks and what is around them run in float32, as copies, whatever the model's own dtype.
     """
 
-    def __init__(self, model: PreTrainedModel, architecture: Architecture, consume: bool) -> None:
+    def __init__(self, model: PreTrainedModel, architecture: Architecture, consume: bool, widen: bool = False) -> None:
         """Keep the model and find its blocks."""
         self.model = model
-        self.consume = consume
-        self.layers = decoder_layers(model, architecture.describe())
+        self.consume, self.copies = consume, widen
+        self._path = architecture.describe()
+        self._around: PreTrainedModel | None = None
+        self.layers = decoder_layers(model, self._path)
         self.prefix = layers_prefix(model, self.layers)
 
     def take(self, index: int, device: torch.device) -> nn.Module:
@@ -110,14 +115,15 @@ class ModelBlocks:
         block = block if self.consume else copy.deepcopy(block)
         if self.consume:
             self.layers[index] = copy.deepcopy(block).to("meta")
-        return check_weights(block.to(device), index)
+        block = block.to(device)
+        return check_weights(block.float() if self.copies else block, index)
 
     def peek(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.peek`."""
         block = self.layers[index]
-        if any(parameter.device != device for parameter in block.parameters()):
+        if self.copies or any(parameter.device != device for parameter in block.parameters()):
             block = copy.deepcopy(block).to(device)
-        return check_weights(block, index)
+        return check_weights(block.float() if self.copies else block, index)
 
     def blank(self, index: int, device: torch.device) -> nn.Module:
         """See `BlockSource.blank`."""
@@ -130,19 +136,38 @@ class ModelBlocks:
 
     def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
         """See `BlockSource.embed`."""
-        return Calibration(hidden, run_identity_blocks(self.model, self.layers, windows, batch_size, hidden, cache))
+        model = self._outside()
+        layers = decoder_layers(model, self._path)
+        return Calibration(hidden, run_identity_blocks(model, layers, windows, batch_size, hidden, cache))
 
-    def around(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def around(self) -> Iterator[None]:
         """See `BlockSource.around`."""
-        return nullcontext()
+        self._around = self._outside()
+        try:
+            yield
+        finally:
+            self._around = None
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.logits`."""
-        return run_behind_blocks(self.model, self.layers, states)
+        model = self._outside()
+        return run_behind_blocks(model, decoder_layers(model, self._path), states)
 
     def pull_back(self, states: Iterable[Tensor], draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.pull_back`."""
-        return pull_back_logits(self.model, self.layers, states, draw)
+        model = self._outside()
+        return pull_back_logits(model, decoder_layers(model, self._path), states, draw)
+
+    def _outside(self) -> PreTrainedModel:
+        """Return a model that holds what is around the blocks as it runs: the model itself, or a float32 copy."""
+        if not self.copies:
+            return self.model
+        if self._around is not None:
+            return self._around
+        copied: dict[int, Any] = {id(own): nn.Parameter(own.to("meta"), False) for own in self.layers.parameters()}
+        copied |= {id(own): own.to("meta") for own in self.layers.buffers()}
+        return copy.deepcopy(self.model, copied).float()  # in which the blocks hold nothing
 
 
 class PrefetchedBlocks:

@@ -91,8 +91,7 @@ class CompressionConfig:
     ridge: float = 1.0
     """λ of the leverage scores, on the unnormalised moment."""
     dtype: str = "auto"
-    """Of the written weights; `auto` keeps the model's. On a CPU the arithmetic is float32 whatever this says, but for
-    a model that is handed over in memory in 16 bits, which runs as it is."""
+    """Of the written weights; `auto` keeps the model's. On a CPU the arithmetic is float32 whatever this says."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one."""
     batch_size: int | None = None

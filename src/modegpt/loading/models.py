@@ -54,8 +54,8 @@ def own_dtype(config: Any) -> torch.dtype:
 
 
 def compute_dtype(device: torch.device, own: torch.dtype) -> torch.dtype:
-    """Return the dtype to run a model in: its own on a GPU, float32 on a CPU, where half precision crawls."""
-    return torch.float32 if device.type == "cpu" else own
+    """Return the dtype to run a model in: its own on a GPU, float32 or more on a CPU, where half precision crawls."""
+    return torch.float32 if device.type == "cpu" and own.itemsize < torch.float32.itemsize else own
 
 
 def open_config(name: str) -> PreTrainedConfig:

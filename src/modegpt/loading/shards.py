@@ -118,6 +118,7 @@ class ShardBlocks:
         """Note where everything is; no weight is read."""
         self.files, self.dtype, self.device, self._packing = files, dtype, device, packing
         self.model, self.layers = model, layers
+        self.copies = True
         self._held: PreTrainedModel | None = None
         self.prefix = layers_prefix(self.model, self.layers)
         self._architecture = architecture_of(model.config)

@@ -52,7 +52,7 @@ def estimate(
     around = outside * dtype.itemsize
     if n_written:
         written = [-(-n_written // len(LENGTHS))] * len(LENGTHS)
-        room = BLOCK_BYTES if spare and source.streamed and device.type != "cuda" else 0
+        room = BLOCK_BYTES if spare and source.blocks.copies and device.type != "cuda" else 0
         around += min(blocks * dtype.itemsize, block * dtype.itemsize + room)
         around += sum(cache_bytes(source, written, device, spare))
     if source.runs_beside(config) and not dims.n_experts and spare:

@@ -45,11 +45,6 @@ class Source:
     """What distinguishes its weights from other weights."""
     notes: list[str]
 
-    @property
-    def streamed(self) -> bool:
-        """Whether its blocks are read from files whenever one is asked for."""
-        return isinstance(self.blocks, ShardBlocks)
-
     def runs_beside(self, config: CompressionConfig) -> bool:
         """Whether the dense model runs beside the compressed one."""
         return config.feeds_back and self.architecture.makes_up
@@ -103,7 +98,9 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
         config, name = _untied(model), absolute(getattr(model.config, "_name_or_path", "") or IN_MEMORY)
         architecture = architecture_of(config)
         _check_tensors(model, config)
-        blocks: BlockSource = ModelBlocks(model, architecture, consume=False)
+        blocks: BlockSource = ModelBlocks(
+            model, architecture, consume=False, widen=compute_dtype(device, model.dtype) != model.dtype
+        )
         stored, generation_config, identity, notes = model.dtype, model.generation_config, _checksum(model), []
     else:
         name = absolute(model)
