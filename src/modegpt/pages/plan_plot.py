@@ -4,7 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from ..ranks.units import score_parts
-from .plots import require_matplotlib
+from .plots import COLOURS, require_matplotlib
+
+BLUE, ORANGE, GREEN = COLOURS[0], COLOURS[4], COLOURS[2]
+"""For what a rule scores apart, up to three."""
 
 
 def require_plotting() -> None:
@@ -31,14 +34,14 @@ def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
         width = 0.8 / len(scores[0])
         for part, label in enumerate(scores[0]):
             places = [number + (part - (len(scores[0]) - 1) / 2) * width for number in numbers]
-            colour, hatch = (("#0072b2", ""), ("#e69f00", "//"), ("#009e73", ".."))[part]
+            colour, hatch = ((BLUE, ""), (ORANGE, "//"), (GREEN, ".."))[part]
             column = [score[label] for score in scores]
             axes[0].bar(places, column, width, label=label, color=colour, hatch=hatch, edgecolor="white")
         axes[0].set_ylabel("score")
         axes[0].set_title("damage by module" if rule == "error" else "importance")
         if len(scores[0]) > 1:
             axes[0].legend(frameon=False)
-    axes[-1].bar(numbers, [100 * layer["sparsity"] for layer in layers], 0.8, color="#0072b2")
+    axes[-1].bar(numbers, [100 * layer["sparsity"] for layer in layers], 0.8, color=BLUE)
     mean = 100 * plan["sparsity"]["blocks"]
     axes[-1].axhline(mean, color="black", linestyle="--", linewidth=1)
     axes[-1].set_title(f"parameters removed (dashed: {mean:.1f} % of all blocks)")
