@@ -1,6 +1,5 @@
 """Small models and texts that the tests share; everything is made here, in the process, from fixed seeds."""
 
-import gc
 import pydoc_data.topics
 from pathlib import Path
 
@@ -11,15 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 384
 """The 256 bytes and some merges: enough that words become several tokens, few enough to train in a moment."""
-
-
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what stays until the end: ten thousand tests, and all that was imported.
-
-    It would look at each of these objects whenever a test has made enough of its own: 7 % of the time (docs/log.md).
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")
