@@ -147,7 +147,7 @@ def test_blocks_that_stay_while_the_model_writes_are_reckoned_with(tmp_path: Pat
     settings = CompressionConfig(sparsity=0.3, coverage=1.0, solver="paper")
     found = []
     for room in (0, block, 2 * block, 10 * block):
-        monkeypatch.setattr("modegpt.running.estimate.BLOCK_BYTES", room)
+        monkeypatch.setattr("modegpt.running.own_text.BLOCK_BYTES", room)
         found.append(make_plan(str(tmp_path), windows, settings)["estimate"]["device_bytes"])
     assert [beside - found[0] for beside in found] == [0, block, 2 * block, 2 * block]  # of three, one always runs
 

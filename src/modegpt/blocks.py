@@ -105,7 +105,7 @@ class ModelBlocks:
         self.model = model
         self.consume, self.copies = consume, widen
         self._path = architecture.describe()
-        self._around: PreTrainedModel | None = None
+        self._around: tuple[PreTrainedModel, nn.ModuleList] | None = None
         self.layers = decoder_layers(model, self._path)
         self.prefix = layers_prefix(model, self.layers)
 
@@ -136,9 +136,7 @@ class ModelBlocks:
 
     def embed(self, windows: Tensor, batch_size: int, hidden: HiddenStates, cache: Cache | None = None) -> Calibration:
         """See `BlockSource.embed`."""
-        model = self._outside()
-        layers = decoder_layers(model, self._path)
-        return Calibration(hidden, run_identity_blocks(model, layers, windows, batch_size, hidden, cache))
+        return Calibration(hidden, run_identity_blocks(*self._outside(), windows, batch_size, hidden, cache))
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -151,23 +149,22 @@ class ModelBlocks:
 
     def logits(self, states: Iterable[Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.logits`."""
-        model = self._outside()
-        return run_behind_blocks(model, decoder_layers(model, self._path), states)
+        return run_behind_blocks(*self._outside(), states)
 
     def pull_back(self, states: Iterable[Tensor], draw: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
         """See `BlockSource.pull_back`."""
-        model = self._outside()
-        return pull_back_logits(model, decoder_layers(model, self._path), states, draw)
+        return pull_back_logits(*self._outside(), states, draw)
 
-    def _outside(self) -> PreTrainedModel:
-        """Return a model that holds what is around the blocks as it runs: the model itself, or a float32 copy."""
+    def _outside(self) -> tuple[PreTrainedModel, nn.ModuleList]:
+        """Return what holds all around the blocks as it runs, the model or a float32 copy, and its block list."""
         if not self.copies:
-            return self.model
+            return self.model, self.layers
         if self._around is not None:
             return self._around
         copied: dict[int, Any] = {id(own): nn.Parameter(own.to("meta"), False) for own in self.layers.parameters()}
         copied |= {id(own): own.to("meta") for own in self.layers.buffers()}
-        return copy.deepcopy(self.model, copied).float()  # in which the blocks hold nothing
+        model = copy.deepcopy(self.model, copied).float()  # in which the blocks hold nothing
+        return model, decoder_layers(model, self._path)
 
 
 class PrefetchedBlocks:

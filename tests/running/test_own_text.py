@@ -72,6 +72,13 @@ def test_text_is_sampled_from_the_model_in_memory_and_from_shards(
     assert torch.equal(written(dense, coverage=0.5), windows)
 
 
+def blocks_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list to which each block is added that is asked for from here on."""
+    read, peek = [], run.source.blocks.peek
+    monkeypatch.setattr(run.source.blocks, "peek", lambda index, device: read.append(index) or peek(index, device))
+    return read
+
+
 @pytest.mark.parametrize("n_kept", [0, 1, 2])
 def test_where_a_gpu_has_room_blocks_are_read_once(n_kept: int, monkeypatch: pytest.MonkeyPatch):
     """Its free memory is made believe, half of which is taken after so many blocks."""
@@ -95,8 +102,7 @@ def test_where_the_host_has_room_blocks_are_read_once(
     dense = FAMILIES[0].dense()
     dense.save_pretrained(tmp_path)
     run = run_of(str(tmp_path), coverage=0.5, max_host_memory=limit)
-    read, peek = [], run.source.blocks.peek
-    monkeypatch.setattr(run.source.blocks, "peek", lambda index, device: read.append(index) or peek(index, device))
+    read = blocks_read(run, monkeypatch)
     if limit is None:
         block = run.sizes[0].total * 4
         monkeypatch.setattr("modegpt.running.own_text.BLOCK_BYTES", n_kept * block + block // 2)
@@ -107,8 +113,7 @@ def test_where_the_host_has_room_blocks_are_read_once(
 
 def test_blocks_that_are_in_memory_anyway_count_nothing(monkeypatch: pytest.MonkeyPatch):
     run = run_of(FAMILIES[0].dense(), coverage=0.5)
-    read, peek = [], run.source.blocks.peek
-    monkeypatch.setattr(run.source.blocks, "peek", lambda index, device: read.append(index) or peek(index, device))
+    read = blocks_read(run, monkeypatch)
     monkeypatch.setattr("modegpt.running.own_text.BLOCK_BYTES", 0)
     run.coverage()
     assert read == list(range(run.source.dims.n_layers))

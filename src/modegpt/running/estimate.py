@@ -11,7 +11,7 @@ from ..ranks.whole import LayerSizes
 from .dense_pass import held_bytes, room_ahead
 from .fisher import DEPTH
 from .fisher import EVERY as PROBED_EVERY
-from .own_text import BLOCK_BYTES, LENGTHS, cache_bytes
+from .own_text import LENGTHS, block_room, cache_bytes
 from .source import Source
 from .surgery import solver_of
 
@@ -52,7 +52,7 @@ def estimate(
     around = outside * dtype.itemsize
     if n_written:
         written = [-(-n_written // len(LENGTHS))] * len(LENGTHS)
-        room = BLOCK_BYTES if spare and source.blocks.copies and device.type != "cuda" else 0
+        room = block_room(device, spare) if source.blocks.copies else 0
         around += min(blocks * dtype.itemsize, block * dtype.itemsize + room)
         around += sum(cache_bytes(source, written, device, spare))
     if source.runs_beside(config) and not dims.n_experts and spare:

@@ -102,7 +102,7 @@ class Writer:
         self._team, self._device, self._done = team, device, done
         self._kept: dict[int, nn.Module] = {}
         self._least = free_gpu_memory_bytes(device) // FREE_PART
-        self._room = BLOCK_BYTES * spare
+        self._room = block_room(device, spare)
         self._n_run = self._n_to_run = 0
 
     def windows(self, count: int, seq_len: int, start: int | None, vocab_size: int, seed: int) -> Tensor:
@@ -188,6 +188,11 @@ class Writer:
             return True
         self._room -= sum(tensor.nbytes for tensor in (*block.parameters(), *block.buffers()))
         return self._room >= 0
+
+
+def block_room(device: torch.device, spare: bool) -> int:
+    """Return the bytes of host memory in which blocks stay; a GPU keeps them in memory of its own."""
+    return BLOCK_BYTES if spare and device.type != "cuda" else 0
 
 
 def empty_caches(source: Source, n_tokens: Sequence[int], device: torch.device, spare: bool) -> list[Cache | None]:
