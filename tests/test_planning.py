@@ -1,6 +1,7 @@
 """The dry run: what it says is what compress then does."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 
 import modegpt
 from command_line import modegpt as run_command
+from conformance.families import FAMILIES
 from modegpt import CompressionConfig, InputError
 from modegpt.compress import prepare
+from modegpt.pages.html_report import write_report
 from modegpt.planning import make_plan
 from modegpt.ranks.plan_file import read_plan
 from modegpt.running.estimate import estimate
@@ -47,6 +50,29 @@ def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny
     kept = sum(2 * layer["rope_pairs"] + layer["qk_plain"] + layer["value_dim"] for layer in described)
     dense_config = json.loads((tiny_llama_dir / "config.json").read_text())
     assert planned["kv_bytes_per_token"]["compressed"] == kept * dense_config["num_key_value_heads"] * 4
+
+
+def test_a_module_without_a_rank_has_none_in_a_plan_a_report_and_on_the_page(tmp_path: Path):
+    """In layers of mixers, MLPs and attention that stays as it is."""
+    dense = next(family for family in FAMILIES if family.name == "nemotron_h").dense()
+    dense.save_pretrained(tmp_path / "dense")
+    plan_file = tmp_path / "plan.json"
+    done = run_command("plan", tmp_path / "dense", "--sparsity", "0.2", "--seq-len", "24", "--json", plan_file)
+    assert done.exit_code == 0, done.output
+    planned = json.loads(plan_file.read_text())["layers"]
+    width = planned[0]["ranks"]["mlp"]
+    assert width < 40
+    lacking = [{"mlp": kept, "qk": None, "vo": None} for kept in (width, None, width, None)]
+    assert [layer["ranks"] for layer in planned] == lacking
+    config = CompressionConfig(allocation="plan", plan=read_plan(plan_file))
+    ids = torch.randint(3, 101, (4, 24), generator=torch.Generator().manual_seed(0))
+    report = modegpt.compress(tmp_path / "dense", ids, config, out=tmp_path / "out").modegpt_report
+    assert [layer["ranks"] for layer in report["layers"]] == lacking
+    write_report(tmp_path / "out", tmp_path / "page.html")
+    rows = re.findall(r"<tr>\s*<t[hd][^>]*>([013])</t[hd]>(.*?)</tr>", (tmp_path / "page.html").read_text(), re.DOTALL)
+    cells = {layer: re.findall(r">([^<>]+)</td>", row) for layer, row in rows}
+    assert cells["0"][1:4] == [f"{width} of 40", "-", "-"]
+    assert cells["3"][1:7] == ["-"] * 6
 
 
 def small_models() -> dict[str, torch.nn.Module]:

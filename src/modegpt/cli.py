@@ -29,7 +29,7 @@ from .commands.shared import (
     emit,
 )
 from .commands.sweep import sweep
-from .config import DTYPES, CompressionConfig, check_choice, check_seed
+from .config import DTYPES, MODULES, NO_RANK, CompressionConfig, check_choice, check_seed
 from .errors import InputError
 from .versions import versions
 
@@ -134,7 +134,7 @@ def plan(
     table = Table("layer", "score", "removed", "mlp", "query-key", "value-output", "parameters")
     for index, layer in enumerate(planned["layers"]):
         parts = {} if layer["score"] is None else score_parts(config.allocation, layer["score"])
-        ranks = [str(layer["ranks"][module]) for module in ("mlp", "qk", "vo")]
+        ranks = [str(layer["ranks"][module] or NO_RANK) for module in MODULES]
         shown = ", ".join(f"{value:.4f}" for value in parts.values())
         table.add_row(str(index), shown, f"{layer['sparsity']:.2%}", *ranks, f"{layer['parameters']['compressed']:,}")
     say = console(json_file).print
@@ -214,11 +214,11 @@ def info(
     columns = ("layer", "mlp", "query-key", "value-output", "parameters", "KV bytes per token", "sparsity")
     table = Table(*columns, title=f"{found['model_type']}, {found['dtype']}, format {found['format_version']}")
     for index, layer in enumerate(found["layers"]):
-        ranks = [str(layer["ranks"][module]) for module in ("mlp", "qk", "vo")]
+        ranks = [str(layer["ranks"][module] or NO_RANK) for module in MODULES]
         cells = (f"{layer['parameters']:,}", f"{layer['kv_bytes_per_token']:,}", f"{layer['sparsity']:.2%}")
         table.add_row(str(index), *ranks, *cells)
     table.add_section()
-    dense = [str(found["dense"][module]) for module in ("mlp", "qk", "vo")]
+    dense = [str(found["dense"][module]) for module in MODULES]
     counts, cache, share = found["parameters"], found["kv_bytes_per_token"], found["sparsity"]
     table.add_row("all", "", "", "", f"{counts['compressed']:,}", f"{cache['compressed']:,}", f"{share['total']:.2%}")
     table.add_row("dense", *dense, f"{counts['dense']:,}", f"{cache['dense']:,}", "")

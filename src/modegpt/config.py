@@ -12,6 +12,8 @@ from .errors import InputError
 
 NAMES = {"mlp": "MLP", "qk": "query-key", "vo": "value-output"}
 """What a reader is told of the modules of a block."""
+NO_RANK = "-"
+"""What a reader is told of a module that has no rank in a block."""
 MODULES = tuple(NAMES)
 SAMPLINGS = ("random", "sequential")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -66,7 +68,7 @@ class CompressionConfig:
     owl_lambda: float = 0.08
     """OWL's λ: layers lie in a band of 2λ around the mean sparsity."""
     plan: tuple[dict[str, int], ...] | None = None
-    """Ranks by layer, each with `mlp`, `qk` and `vo`, for the allocation `plan`."""
+    """Ranks by layer of `mlp`, `qk` and `vo`, for the allocation `plan`; what is left out stays whole."""
     modules: tuple[str, ...] = MODULES
     """Which of `mlp`, `qk` (query-key) and `vo` (value-output) to compress."""
     solver: str = "best"

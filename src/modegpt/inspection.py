@@ -58,6 +58,10 @@ def describe(folder: str | Path) -> dict[str, Any]:
             "qk": 2 * entry["rope_pairs"] + entry["qk_plain"],
             "vo": entry["value_dim"],
         }
+        unranked = {"qk", "vo"} if architecture.whole_attention else set()
+        cut = tuple(f"{path}." for path in (architecture.down, architecture.experts) if path)
+        if not any(name.startswith(cut) for name in own):
+            unranked.add("mlp")
         outputs = {name.removesuffix(".weight"): shape[0] for name, shape in own.items() if name.endswith(".weight")}
         cost = architecture.rank_costs(dims, lambda path, own=own: f"{path}.bias" in own)
         kept = sum(map(prod, own.values()))
@@ -65,7 +69,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         dense_cache += architecture.dense_cached(dims, outputs) * element
         layers.append(
             {
-                "ranks": ranks,
+                "ranks": {module: None if module in unranked else rank for module, rank in ranks.items()},
                 "parameters": kept,
                 "sparsity": 1 - kept / dense,
                 "kv_bytes_per_token": architecture.cached(dims, ranks, outputs) * element,

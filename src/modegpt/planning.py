@@ -54,7 +54,12 @@ def make_plan(
         score = None if scores is None else scores[index].tolist()
         parameters = {"dense": size.total, "compressed": size.total - removed[index]}
         layers.append(
-            {"score": score, "sparsity": removed[index] / size.total, "ranks": ranks, "parameters": parameters}
+            {
+                "score": score,
+                "sparsity": removed[index] / size.total,
+                "ranks": size.told(ranks),
+                "parameters": parameters,
+            }
         )
     return {
         "model": source.name,

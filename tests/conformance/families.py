@@ -270,6 +270,10 @@ class Family:
         """Return the modules that one layer keeps at their full rank."""
         return {*self.whole, *(["mlp"] if layer in self.whole_mlps else [])}
 
+    def unranked_in(self, layer: int) -> set[str]:
+        """Return those of them that have no rank: queries and keys behind norms have one, and keep it."""
+        return self.whole_in(layer) - ({"qk"} if "vo" not in self.whole else set())
+
     @property
     def first_cut(self) -> int:
         """The first layer whose MLP has a rank."""

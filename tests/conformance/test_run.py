@@ -87,12 +87,14 @@ def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
     }
     # One step of the coarsest module, of a block of about 8,000 parameters.
     assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=0.02)
-    full = pair.family.dims.full_ranks
-    for module in full:
+    for module in MODULES:
         said = [warning for warning in report["warnings"] if warning.startswith(f"{module} stays whole in every layer")]
         assert bool(said) == (module in pair.family.whole)
-        if said:
-            assert all(layer["ranks"][module] == full[module] for layer in report["layers"])
+    full = pair.family.dims.full_ranks
+    for index, layer in enumerate(report["layers"]):
+        told, unranked = layer["ranks"], pair.family.unranked_in(index)
+        assert {module for module, rank in told.items() if rank is None} == unranked
+        assert all(told[module] == full[module] for module in pair.family.whole_in(index) - unranked)
     if pair.family.architecture.adds_mlp:  # else the stream after attention is not what the MLP's output is added to
         scores = torch.tensor(report["allocation"]["scores"])
         # float32 states, read at other places.
@@ -120,6 +122,9 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
     whole = [warning for warning in written.modegpt_report["warnings"] if "loaded whole" in warning]
     assert bool(whole) == (pair.family.name in ("falcon_h1", "gpt_neo"))  # whose blocks have a buffer in no file
     found = describe(tmp_path / "out")
+    assert [layer["ranks"] for layer in found["layers"]] == [
+        layer["ranks"] for layer in written.modegpt_report["layers"]
+    ]
     assert found["parameters"] == written.modegpt_report["parameters"]
     assert found["sparsity"]["blocks"] == pytest.approx(written.modegpt_report["sparsity"]["blocks"], abs=1e-12)
 

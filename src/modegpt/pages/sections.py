@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..config import NAMES, TOKEN_IDS
+from ..config import NAMES, NO_RANK, TOKEN_IDS
 from ..ranks.units import score_parts
 from . import plots
 
@@ -75,7 +75,7 @@ def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[st
     """Return what was compressed and how, and how it was measured."""
     text, config = run["calibration"], run["config"]
     dense, layers = found["dense"], run["layers"]
-    cut = [module for module in config["modules"] if any(each["ranks"][module] < dense[module] for each in layers)]
+    cut = [module for module in config["modules"] if {each["ranks"][module] for each in layers} - {None, dense[module]}]
     modules = [NAMES[module] for module in cut or config["modules"]]
     lead = (
         f"{model_name(run)} (family {run['architecture']}, {len(run['layers'])} decoder blocks) was compressed "
@@ -105,8 +105,9 @@ def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     removed = [100 * layer["sparsity"] for layer in found["layers"]]
     mean = 100 * run["sparsity"]["blocks"]
     kept = {
-        label: (numbers, [100 * layer["ranks"][module] / dense[module] for layer in layers])
+        label: (numbers, [rank and 100 * rank / dense[module] for rank in ranks])
         for module, label in NAMES.items()
+        if any(ranks := [layer["ranks"][module] for layer in layers])
     }
     drawn = [
         Plot(
@@ -133,8 +134,8 @@ def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         [
             str(index),
             f"{own['sparsity']:.2%}",
-            *(f"{layer['ranks'][module]:,} of {dense[module]:,}" for module in NAMES),
-            *(f"{layer['error'][module]:.4f}" for module in NAMES),
+            *(f"{rank:,} of {dense[module]:,}" if (rank := layer["ranks"][module]) else NO_RANK for module in NAMES),
+            *(f"{layer['error'][module]:.4f}" if layer["ranks"][module] else NO_RANK for module in NAMES),
             f"{own['parameters']:,}",
         ]
         for index, (layer, own) in enumerate(zip(layers, found["layers"], strict=True))

@@ -10,6 +10,8 @@ from ..errors import InputError
 def read_plan(path: str | Path) -> tuple[dict[str, int], ...]:
     """Read the ranks by layer from a plan: the JSON of `modegpt plan`, a `report.json`, or `[{"mlp": ..}, ..]`.
 
+    A module whose rank is null, as where a layer has none, is left out, and so stays whole.
+
     Raises:
         InputError: the file cannot be read, or is no plan.
     """
@@ -24,4 +26,4 @@ def read_plan(path: str | Path) -> tuple[dict[str, int], ...]:
     for index, entry in enumerate(ranks):
         if not isinstance(entry, dict) or set(entry) != set(MODULES):
             raise InputError(f"plan '{path}', layer {index}: give the ranks {', '.join(MODULES)}, and nothing else")
-    return tuple(ranks)
+    return tuple({module: rank for module, rank in entry.items() if rank is not None} for entry in ranks)

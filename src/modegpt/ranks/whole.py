@@ -39,6 +39,12 @@ class LayerSizes:
     """All parameters of the block, norms included."""
     whole: frozenset[str] = frozenset()
     """Modules that must stay whole, such as `qk` where queries and keys are normalised."""
+    unranked: frozenset[str] = frozenset()
+    """Those of them that the block lacks, or that have no one rank: attention that is left as it is."""
+
+    def told(self, ranks: dict[str, int]) -> dict[str, int | None]:
+        """Return ranks as they are told: None for a module that has none."""
+        return {module: None if module in self.unranked else rank for module, rank in ranks.items()}
 
     def weight(self, module: str) -> int:
         """Return the parameters of a module that rank governs."""

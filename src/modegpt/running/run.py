@@ -352,8 +352,10 @@ class Run:
                 "scores": None if scores is None else scores.tolist(),
             },
             "layers": [
-                {"sparsity": sparsity, "ranks": ranks, "error": outcome.error, "shape": outcome.layer}
-                for sparsity, ranks, outcome in zip(allocation.sparsities, allocation.ranks, outcomes, strict=True)
+                {"sparsity": sparsity, "ranks": size.told(ranks), "error": outcome.error, "shape": outcome.layer}
+                for sparsity, size, ranks, outcome in zip(
+                    allocation.sparsities, self.sizes, allocation.ranks, outcomes, strict=True
+                )
             ],
             "warnings": source.notes + allocation.warnings + [note for o in outcomes for note in o.repairs],
             **protocol(),

@@ -15,11 +15,9 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
     """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
     dims = architecture.block_dims(block, dims)
     cost = architecture.rank_costs(dims, architecture.biases_of(block))
-    whole = {"qk"} if architecture.norms(block) else set()
-    if architecture.whole_attention:
-        whole |= {"qk", "vo"}
+    unranked = {"qk", "vo"} if architecture.whole_attention else set()
     if not architecture.cuts_mlp(block):
-        whole.add("mlp")
+        unranked.add("mlp")
         # It has no rank to cut, but its size decides the shares of the budget.
         cost["mlp"] = sum(parameter.numel() for parameter in architecture.whole_mlp(block)) // dims.d_int
     return LayerSizes(
@@ -31,7 +29,8 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
             "vo": 1,
         },
         total=sum(parameter.numel() for parameter in block.parameters()),
-        whole=frozenset(whole),
+        whole=frozenset(unranked | ({"qk"} if architecture.norms(block) else set())),
+        unranked=frozenset(unranked),
     )
 
 
