@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
-from .architectures import architecture_of
+from .architectures import ARCHITECTURES
 from .cache_name import CACHE
 from .hidden_states import HiddenStates
 
@@ -39,7 +40,7 @@ class _StandIn(PassedBlock):
 
     def __init__(self, block: nn.Module, tuple_output: bool) -> None:
         super().__init__(block, tuple_output)
-        self._parameter_names = list(inspect.signature(block.forward).parameters)[1:]
+        self._parameter_names = _names_behind_states(type(block))
         self.arguments: dict[str, Any] = {}
         self.states: Tensor | None = None
         self.output: Tensor | None = None
@@ -51,10 +52,16 @@ class _StandIn(PassedBlock):
         return super().forward(hidden_states if self.output is None else self.output)
 
 
+@cache
+def _names_behind_states(kind: type[nn.Module]) -> list[str]:
+    """Return the names of what the blocks of a class take behind the hidden states."""
+    return list(inspect.signature(kind.forward).parameters)[2:]
+
+
 @contextmanager
 def _stand_ins(model: PreTrainedModel, layers: nn.ModuleList) -> Iterator[list[_StandIn]]:
     """While the context is open, nothing but what is around the model's blocks runs."""
-    tuple_output = architecture_of(model.config).tuple_output
+    tuple_output = ARCHITECTURES[model.config.model_type].tuple_output
     originals, stand_ins = list(layers), [_StandIn(layer, tuple_output) for layer in layers]
     try:
         for index, stand_in in enumerate(stand_ins):

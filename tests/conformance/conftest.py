@@ -1,5 +1,6 @@
 """Session fixtures: each family's dense and compressed model, and the folders they were saved to."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,21 +36,21 @@ def pairs() -> dict[str, Pair]:
     return made
 
 
-@pytest.fixture(params=[family.name for family in FAMILIES])
-def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
-    return pairs[request.param]
+def each_of(names: Iterable[str]) -> Any:
+    """Return a fixture that gives the pairs of some families, one after another."""
+
+    @pytest.fixture(params=list(names))
+    def one(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
+        return pairs[request.param]
+
+    return one
 
 
-@pytest.fixture(params=[family.name for family in FAMILIES if not family.architecture.whole_attention])
-def attending(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
-    """One of the families whose compressed attention runs in place of the stock one."""
-    return pairs[request.param]
-
-
-@pytest.fixture(params=one_of_each_attention())
-def one_attending(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Pair:
-    """One of those of them in which it runs each in a way of its own."""
-    return pairs[request.param]
+pair = each_of(family.name for family in FAMILIES)
+attending = each_of(family.name for family in FAMILIES if not family.architecture.whole_attention)
+"""Those whose compressed attention runs in place of the stock one."""
+one_attending = each_of(one_of_each_attention())
+"""Those of them in which it runs each in a way of its own."""
 
 
 @pytest.fixture(scope="session")

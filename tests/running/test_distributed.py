@@ -21,45 +21,77 @@ from modegpt.running.partial import PartialCheckpoint
 COMMAND = ["--calibration", "python-docs", "--sparsity", "0.3", "--samples", "7", "--seq-len", "64"]
 
 
+def launcher(n: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
+
+
 def torchrun(n: int, *arguments: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
-    return [*launcher, "-m", "modegpt", "compress", *arguments]
+    return [*launcher(n), "-m", "modegpt", "compress", *arguments]
 
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize(("allocation", "solver"), [("influence", "best"), ("owl", "paper"), ("error", "best")])
-def test_two_processes_equal_one(allocation: str, solver: str, tiny_llama_dir: Path, tmp_path: Path):
-    equal_of_two(tiny_llama_dir, tmp_path, "--allocation", allocation, "--solver", solver)
+def mixture(tiny_llama_dir: Path, folder: Path) -> None:
+    """Write a mixture of experts with the tokenizer of another model."""
+    dense = json.loads((tiny_llama_dir / "config.json").read_text())
+    sizes = {key: dense[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": 0}
+    model = random_model(MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(folder)
 
 
-def equal_of_two(model: Path, tmp_path: Path, *settings: str) -> None:
-    arguments = [str(model), *COMMAND, *settings]
-    single = modegpt("compress", *arguments, "--out", tmp_path / "one")
-    assert single.exit_code == 0, single.output
-    subprocess.run(torchrun(2, *arguments, "--out", str(tmp_path / "two")), check=True, env=ENVIRONMENT)
-    reports = [json.loads((tmp_path / name / "report.json").read_text()) for name in ("one", "two")]
+SETTINGS = {
+    "influence, best": ["--allocation", "influence", "--solver", "best"],
+    "owl, paper": ["--allocation", "owl", "--solver", "paper"],
+    "error, best": ["--allocation", "error", "--solver", "best"],
+    "experts, best": ["--solver", "best"],
+}
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """Return by settings what one process wrote, and two; the two are started once for all runs."""
+    root = tmp_path_factory.mktemp("processes")
+    mixture(tiny_llama_dir, root / "experts")
+    folders, calls = {}, []
+    for name, settings in SETTINGS.items():
+        model = root / "experts" if name.startswith("experts") else tiny_llama_dir
+        call = ["compress", str(model), *COMMAND, *settings, "--out"]
+        one, two = (root / f"{name}, {count}" for count in ("one", "two"))
+        single = modegpt(*call, one)
+        assert single.exit_code == 0, single.output
+        folders[name] = (one, two)
+        calls.append([*call, str(two)])
+    script = root / "calls.py"
+    # They stay together from run to run: gloo does not always find itself again.
+    script.write_text(
+        "import json, sys; from modegpt.cli import app; from modegpt.running import distributed\n"
+        "leave, distributed.leave_team = distributed.leave_team, lambda: None\n"
+        "for call in json.loads(sys.argv[1]):\n"
+        "    try: app(call)\n"
+        "    except SystemExit as end: assert not end.code, call\n"
+        "leave()\n"
+    )
+    subprocess.run([*launcher(2), str(script), json.dumps(calls)], check=True, env=ENVIRONMENT)
+    return folders
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_processes_equal_one(name: str, compressed: dict[str, tuple[Path, Path]]):
+    folders = compressed[name]
+    reports = [json.loads((folder / "report.json").read_text()) for folder in folders]
     assert reports[1]["processes"] == 2
     assert [layer["ranks"] for layer in reports[0]["layers"]] == [layer["ranks"] for layer in reports[1]["layers"]]
     for left, right in zip(*(report["layers"] for report in reports), strict=True):
         assert left["error"] == pytest.approx(right["error"], rel=1e-4, abs=1e-6)  # as the weights, and then a root
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    one, two = (load_file(folder / "model.safetensors") for folder in folders)
     assert one.keys() == two.keys()
     for name, left in one.items():
         # Moments differ by the order of float32 products alone, 2^-24 each; the issue's bound is 1e-5 of the matrix.
         difference = torch.linalg.vector_norm((left - two[name]).double())
         assert difference <= 1e-5 * torch.linalg.vector_norm(left.double()), name
-
-
-def test_two_processes_refit_experts_as_one(tiny_llama_dir: Path, tmp_path: Path):
-    dense = json.loads((tiny_llama_dir / "config.json").read_text())
-    sizes = {key: dense[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": None, "pad_token_id": 0}
-    mixture = random_model(MixtralConfig(**sizes, **heads, num_local_experts=4, num_experts_per_tok=2))
-    mixture.save_pretrained(tmp_path / "dense")
-    AutoTokenizer.from_pretrained(tiny_llama_dir).save_pretrained(tmp_path / "dense")
-    equal_of_two(tmp_path / "dense", tmp_path, "--solver", "best")
 
 
 def test_a_dead_process_ends_the_run_and_one_process_resumes_it(tiny_llama_dir: Path, tmp_path: Path):
@@ -118,7 +150,7 @@ def test_processes_keep_hidden_states_beside_the_output(tiny_llama_dir: Path, tm
     seen += "assert not places or max(places) >= 2, places\n"
     script = tmp_path / "seen.py"
     script.write_text(seen)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    command = [*launcher(2), str(script)]
     told = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run([*command, str(tiny_llama_dir), str(tmp_path / "out")], env=told, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]

@@ -149,7 +149,7 @@ class ShardBlocks:
         """See `BlockSource.embed`. Embeddings and norms are in memory during this call only, or as long as `around`."""
         model = self._held
         if model is None:
-            model = copy.deepcopy(self.model)
+            model = self._copy()
             self._load_outside(model, model.base_model)
         layers = self._layers_of(model)
         return Calibration(hidden, run_identity_blocks(model, layers, windows, batch_size, hidden, cache))
@@ -175,9 +175,13 @@ class ShardBlocks:
 
     def _without_blocks(self) -> PreTrainedModel:
         """Return the model with all its weights but those of its blocks."""
-        model = copy.deepcopy(self.model)
+        model = self._copy()
         self._load_outside(model, model)
         return model
+
+    def _copy(self) -> PreTrainedModel:
+        """Copy the skeleton all but its blocks, which have no weights and are shared."""
+        return copy.deepcopy(self.model, {id(block): block for block in self.layers})
 
     def _layers_of(self, model: PreTrainedModel) -> nn.ModuleList:
         return decoder_layers(model, {"layers": layers_prefix(self.model.base_model, self.layers)})
