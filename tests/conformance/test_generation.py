@@ -76,8 +76,8 @@ def padded_on_the_left(pair: Pair, **options: Any) -> None:
         assert torch.equal(together[row, 9 - length :], alone[0])
 
 
-def test_left_padded_batches(pair: Pair):
-    padded_on_the_left(pair)
+def test_left_padded_batches(one_attending: Pair):
+    padded_on_the_left(one_attending)
 
 
 @pytest.mark.parametrize("options", [STATIC, CACHES["chunked prefill, static"]], ids=["static", "chunked prefill"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, StaticCache, pipeline
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, StaticCache, pipeline
 
 from modegpt.cache_name import CACHE
 from modegpt.modeling_modegpt import decoder_layers
@@ -128,7 +128,8 @@ def test_a_continuous_batch_gives_the_same_tokens(pairs: dict[str, Pair]):
     pair, prompts = pairs["llama-grouped"], tokens(rows=2, length=9)
     assert {rank["qk"] for rank in pair.family.ranks()} != {pair.family.dims.d_head}, "nothing would be padded"
     settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1)
-    answers = pair.compressed.generate_batch(prompts.tolist(), generation_config=settings, progress_bar=False)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=32)  # for a cache that fills most of the memory
+    answers = pair.compressed.generate_batch(prompts.tolist(), settings, small)
     assert len(answers) == len(prompts), "a request failed"
     generated = [answer.generated_tokens for _name, answer in sorted(answers.items())]
     assert generated == greedy(pair.compressed, prompts, 5)[:, 9:].tolist()

@@ -1,5 +1,7 @@
 """Answers scored after a context that ran once have the scores of full forward passes."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, Phi3Config
@@ -24,10 +26,8 @@ def alone(model, context: list[int], answer: list[int]) -> tuple[float, bool]:
     return likelihood, logs.argmax(-1).tolist() == answer
 
 
-@pytest.mark.parametrize("at_once", [0, 64], ids=["of like length", "together"])
 @pytest.mark.parametrize("which", ["dense", "compressed"])
-def test_scores_are_those_of_full_passes(pair: Pair, which: str, at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(AT_ONCE, "cpu", at_once)
+def test_scores_are_those_of_full_passes(pair: Pair, which: str, monkeypatch: pytest.MonkeyPatch):
     model = in_float64(getattr(pair, which))
     if pair.dense._is_stateful or pair.family.architecture.mixers:
         assert not takes_part(model)
@@ -43,7 +43,9 @@ def test_scores_are_those_of_full_passes(pair: Pair, which: str, at_once: int, m
     expected = {place: alone(model, *request) for place, request in enumerate(requests)}
     assert expected[len(REQUESTS)][1]
     assert expected[len(REQUESTS) + 1][1]
-    for batch_size in (1, 2, 64):
+    # Contexts of one length alone run together, and then of all lengths.
+    for at_once, batch_size in itertools.product((0, 64), (1, 2, 64)):
+        monkeypatch.setitem(AT_ONCE, "cpu", at_once)
         reported: list[int] = []
         found = score_answers(model, questions(requests, 64), batch_size, None, reported.append)
         assert sum(reported) == len(requests)
