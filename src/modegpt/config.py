@@ -97,7 +97,7 @@ class CompressionConfig:
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU where there is one."""
     batch_size: int | None = None
-    """Sequences run through a block at once; by default about 4096 tokens."""
+    """Sequences run through a block at once; by default about 4096 tokens, on a GPU 16384."""
 
     max_host_memory: int | None = None
     """Bytes of hidden states to keep in memory; what is above goes to disk. None for no limit."""
