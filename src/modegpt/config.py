@@ -184,6 +184,11 @@ class CompressionConfig:
         return asked and "mlp" in self.modules and self.solver_of("mlp") in FEEDING
 
     @property
+    def host_to_spare(self) -> bool:
+        """Whether the host's memory is not limited: what saves time may stay there."""
+        return self.max_host_memory is None
+
+    @property
     def asked(self) -> float | None:
         """The share of the blocks to remove; None where a plan's ranks say it."""
         return None if self.allocation == "plan" else self.sparsity

@@ -127,7 +127,7 @@ class DensePass:
         each = held_bytes(
             self.source, sum(total.nbytes for total in sums), dense.hidden.n_tokens, self.probe.every, itemsize
         )
-        return self.config.max_host_memory is None and n_blocks * each <= room_ahead(self.device)
+        return self.config.host_to_spare and n_blocks * each <= room_ahead(self.device)
 
     def _measure_all(self, dense: Calibration, to_come: range, drifted: bool) -> None:
         """Measure all further blocks of the model, and differentiate the logits; `dense` stays as it is before them."""

@@ -74,7 +74,7 @@ class Embedding:
         """Return empty caches for texts of each `(rows, tokens)`; None where no batch or no memory can hold them."""
         most = self._batch_size(2)  # rows: each may have a token before the first
         n_tokens = [rows * length if rows <= most else 0 for rows, length in shapes]
-        return empty_caches(self.source, n_tokens, self.device, spare=self.config.max_host_memory is None)
+        return empty_caches(self.source, n_tokens, self.device, spare=self.config.host_to_spare)
 
     def _batch_size(self, seq_len: int) -> int:
         """Return how many windows of a length run at once."""

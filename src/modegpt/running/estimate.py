@@ -48,7 +48,7 @@ def estimate(
     active = getattr(source.config, architecture.experts_per_token) if dims.n_experts else 1
     solved_in = torch.float32 if source.runs_beside(config) and not dims.n_experts else torch.float64
     memory = block * dtype.itemsize + (n_mlps * 8 + 2 * solved_in.itemsize + 4) * dims.d_int**2
-    spare = config.max_host_memory is None
+    spare = config.host_to_spare
     around = outside * dtype.itemsize
     if n_written:
         written = [-(-n_written // len(LENGTHS))] * len(LENGTHS)

@@ -209,7 +209,7 @@ class Run:
         """Return windows that the dense model writes."""
         source, tell = self.source, functools.partial(self._tell, "coverage")
         start = beginning(self.text.windows, self.text.about.get("start_token"))
-        into, spare = self.embedding, self.config.max_host_memory is None
+        into, spare = self.embedding, self.config.host_to_spare
         writer = Writer(
             source.blocks, source.dims.n_layers, into.continued, into.caches, self.team, self.device, spare, tell
         )

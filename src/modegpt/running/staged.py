@@ -263,7 +263,7 @@ class BlockCompressor:
 
     def _fits(self, calibration: Calibration, width: int, dtype: torch.dtype) -> bool:
         """Tell whether activations of a width may be kept for all tokens: not where memory is short."""
-        if self.config.max_host_memory is not None:
+        if not self.config.host_to_spare:
             return False
         needed = calibration.hidden.n_tokens * width * dtype.itemsize
         return needed <= room_bytes(self.device, KEPT_BYTES, KEPT_PART)
