@@ -252,7 +252,17 @@ def test_ceilings_are_exact_for_percentages(d_int):
 def test_uniform_compensates_nothing():
     result = allocate("uniform", [SMOL] * 2, 0.25, ("mlp",))
     assert result.ranks == [{"mlp": 1152, "qk": 64, "vo": 64}] * 2
-    assert result.warnings == []
+    assert [warning.split(":")[0] for warning in result.warnings] == [
+        f"{module} stays whole, as it is not among the modules to compress" for module in ("qk", "vo")
+    ]
+
+
+def test_uniform_says_when_wide_steps_leave_most_of_it():
+    """A tenth of 40 neurons is no step of 8."""
+    size = LayerSizes({"mlp": 40}, {"mlp": 1}, {"mlp": 8}, 50)
+    (warning,) = allocate("uniform", [size], 0.1, MODULES).warnings
+    assert "0.00% of the blocks' parameters are removed and not 8.00%" in warning
+    assert allocate("uniform", [size], 0.25, MODULES).warnings == []
 
 
 @pytest.mark.parametrize("rule", ["influence", "influence-blocks", "owl"])
@@ -449,7 +459,7 @@ def test_an_impossible_budget_names_the_largest_sparsity_and_that_one_works():
     assert removed(sizes, result) / total(sizes) == pytest.approx(possible, rel=1e-3)
     with pytest.raises(InputError, match=r"largest possible is 0\.5$"):
         allocate("influence", [single(1000)] * 2, 0.6, ("mlp",), [0, 1], max_sparsity=0.5)
-    with pytest.raises(InputError, match=r"largest possible is 0$"):
+    with pytest.raises(InputError, match=r"largest possible is 0 \(qk stays whole .*\)"):
         allocate("uniform", [llama(16, 32, 8, 2, whole=("qk",))], 0.2, ("qk",))
 
 

@@ -90,13 +90,13 @@ def test_every_option_reaches_the_config(tiny_llama_dir: Path, tmp_path: Path, s
     wanted = {
         "sparsity": 0.5, "samples": 3, "seq_len": 32, "sampling": "sequential", "seed": 7, "allocation": "influence",
         "temperature": 0.5, "max_sparsity": 0.9, "modules": "vo,mlp", "solver": "paper",
-        "mlp_solver": "energy", "qk_solver": "logits", "vo_solver": "context", "coverage": 0.5, "feedback": False,
+        "mlp_solver": "energy", "qk_solver": None, "vo_solver": "context", "coverage": 0.5, "feedback": False,
         "rarity": 0.125,
         "ridge": 0.5, "dtype": "bfloat16", "device": "cpu", "batch_size": 2, "max_host_memory": 1000, "round_to": 2,
         "owl_threshold": 4.0, "owl_lambda": 0.1,
     }  # fmt: skip
     assert wanted.keys() | {"plan"} == CompressionConfig().as_dict().keys()
-    given = {name: value for name, value in wanted.items() if name != "feedback"}
+    given = {name: value for name, value in wanted.items() if name not in ("feedback", "qk_solver")}
     options = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
     options.append("--no-feedback")
     out = tmp_path / "a"
@@ -105,9 +105,33 @@ def test_every_option_reaches_the_config(tiny_llama_dir: Path, tmp_path: Path, s
     )
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    assert report["config"] == {**wanted, "modules": ["vo", "mlp"], "plan": None}
+    assert report["config"] == {**wanted, "modules": ["mlp", "vo"], "plan": None}
     assert report["layers"][0]["ranks"]["qk"] == 16
     assert load_file(out / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    solver = ("plan", tiny_llama_dir, "--seq-len", 32, "--qk-solver", "logits", "--json", "-", "--modules")
+    assert json.loads(modegpt(*solver, "qk").stdout)["config"]["qk_solver"] == "logits"
+    assert_refused(modegpt(*solver, "vo"), "qk_solver is for qk, which is not among the modules vo")
+
+
+@pytest.mark.parametrize("target", ["plan.json", "a/config.json", "a/model.safetensors"])
+def test_json_replaces_neither_what_is_read_nor_the_checkpoint(
+    target: str, tiny_llama_dir: Path, tmp_path: Path, small_text_file: Path
+):
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"mlp": 90, "qk": 8, "vo": 10}] * 2))
+    (tmp_path / "a").mkdir()
+    call = ("compress", tiny_llama_dir, "--out", tmp_path / "a", "--calibration", small_text_file, *SMALL)
+    refused = modegpt(*call, "--plan", plan, "--overwrite", "--json", tmp_path / target)
+    assert_refused(refused, "would replace what is", "give another file name")
+    assert len(json.loads(plan.read_text())) == 2
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_two_results_are_not_written_to_one_file(tiny_llama_dir: Path, tmp_path: Path):
+    same = tmp_path / "same.svg"
+    refused = modegpt("plan", tiny_llama_dir, "--seq-len", 32, "--json", same, "--plot", same)
+    assert_refused(refused, "would replace what is written")
+    assert not same.exists()
 
 
 def test_a_plan_gives_the_ranks(tiny_llama_dir: Path, tmp_path: Path, small_text_file: Path):
@@ -118,7 +142,7 @@ def test_a_plan_gives_the_ranks(tiny_llama_dir: Path, tmp_path: Path, small_text
     result = modegpt(*call, "--plan", plan, "--json", "-")
     assert result.exit_code == 0, result.output
     assert [layer["ranks"] for layer in json.loads(result.stdout)["layers"]] == ranks
-    for option, value in (("--sparsity", CompressionConfig().sparsity), ("--allocation", "uniform")):
+    for option, value in (("--sparsity", 0.3), ("--allocation", "uniform"), ("--owl-lambda", 1), ("--temperature", 2)):
         assert_refused(modegpt(*call, "--plan", plan, option, value), f"leave out {option}")
     plan.write_text("[]")
     assert_refused(modegpt(*call, "--plan", plan), str(plan))

@@ -12,7 +12,7 @@ from typing import Any
 from .config import MODULES
 from .errors import InputError
 from .ranks.filling import auto_temperature, fill_additive, fill_exponential
-from .ranks.limits import check_request, impossible, left_whole, missed
+from .ranks.limits import check_request, impossible, left_whole, missed, rounded_away
 from .ranks.units import (
     COLUMNS,
     kept_by_half,
@@ -100,14 +100,16 @@ def allocate(
         return _one_width(sizes, sparsity, modules, round_to)
     slots, warnings = open_slots(sizes, modules, round_to)
     if not slots:
+        warnings += left_whole(sizes, modules, "it cannot be cut", modules)
         reasons = f" ({'; '.join(warnings)})" if warnings else ""
         bound = None if rule == "uniform" else max_sparsity
         raise InputError(impossible(sparsity, 0.0, modules, bound, round_to) + reasons)
     if rule == "uniform":
-        warnings += left_whole(sizes, MODULES, "nothing makes up for it under 'uniform'")
+        warnings += left_whole(sizes, modules, "nothing makes up for it under 'uniform'")
         sparsities = [sparsity] * len(sizes)
         if round_to == 1:
             ranks = [_ceilings(size, sparsity, modules) for size in sizes]
+            warnings += rounded_away(sizes, ranks, sparsity * sum(slot.weight for slot in slots))
             return Allocation(sparsities, ranks, warnings=warnings)
         ranks = _whole_ranks(sizes, slots, [sparsity * slot.weight for slot in slots], sparsities, warnings)
         return Allocation(sparsities, ranks, warnings=warnings)

@@ -58,14 +58,18 @@ def check_settings(settings: BenchSettings, configs: Sequence[Any]) -> None:
             raise InputError(f"{name} {value} is not a positive whole number")
     if settings.warmup < 0:
         raise InputError(f"warmup {settings.warmup} is negative; give 0 or more rounds")
-    total = max(settings.lengths) + settings.new_tokens
     for config in configs:
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        if limit is not None and total > limit:
-            raise InputError(
-                f"a prompt of {max(settings.lengths)} tokens and {settings.new_tokens} new ones exceed the model's "
-                f"{limit} positions; give smaller lengths or fewer new tokens"
-            )
+        check_positions(settings, config, "give smaller lengths or fewer new tokens")
+
+
+def check_positions(settings: BenchSettings, config: Any, hint: str) -> None:
+    """Raise `InputError` if a model has fewer positions than its longest text would take."""
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is not None and max(settings.lengths) + settings.new_tokens > limit:
+        raise InputError(
+            f"a prompt of {max(settings.lengths)} tokens and {settings.new_tokens} new ones exceed the model's "
+            f"{limit} positions; {hint}"
+        )
 
 
 @torch.no_grad()

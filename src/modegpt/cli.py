@@ -76,7 +76,7 @@ def compress(
     json_file: str | None = JSON,
 ) -> None:
     """Compress MODEL and write an ordinary checkpoint with its report."""
-    check_json(json_file, model, calibration)
+    check_json(json_file, model, calibration, out=out)
     begin()
     from .commands.progress_bar import ProgressBar
     from .compress import compress_to_folder
@@ -115,7 +115,7 @@ def plan(
     json_file: str | None = JSON,
 ) -> None:
     """Show what compress would do to every layer of MODEL, and compress nothing; --json writes a plan."""
-    check_json(json_file, model, calibration)
+    check_json(json_file, model, calibration, out=plot)
     if plot is not None:
         check_plot(plot, PLOTS)
     begin()

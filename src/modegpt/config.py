@@ -154,6 +154,10 @@ class CompressionConfig:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
         for module in self.modules:
             check_choice("modules", module, MODULES)
+        object.__setattr__(self, "modules", tuple(module for module in MODULES if module in self.modules))
+        for module, name in (*((module, f"{module}_solver") for module in MODULES), ("mlp", "feedback")):
+            if getattr(self, name) and module not in self.modules:
+                raise InputError(f"{name} is for {module}, which is not among the modules {','.join(self.modules)}")
         if self.allocation == "width" and "mlp" not in self.modules:
             raise InputError(
                 f"the allocation 'width' cuts MLPs alone: modules '{','.join(self.modules)}' must name mlp"

@@ -128,6 +128,15 @@ def test_a_setting_of_our_solvers_keeps_the_rows_of_others(tiny_llama_dir: Path,
         compare(*call, CompressionConfig(samples=8, seq_len=64, ridge=2.0), measures(small_text_file))
 
 
+def test_what_other_methods_do_not_heed_is_told(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    call = ("--calibration", small_text_file, "--data", small_text_file, "--samples", 4, "--seq-len", 64)
+    call = (*call, "--eval-seq-len", 64, "--max-windows", 2, "--sparsity", 0.1, "--methods", "flap,paper")
+    done = modegpt("compare", tiny_llama_dir, "--out", tmp_path / "out", *call, "--modules", "mlp", "--round-to", 4)
+    assert done.exit_code == 0, done.output
+    assert "warning: modules, round_to: heeded by best and paper, not by flap\n" in done.stdout
+    assert "warning: paper: qk stays whole, as it is not among the modules to compress" in done.stdout
+
+
 def test_what_cannot_be_is_told_before_a_row_is_made(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
     """A row of another call, and a sparsity that our settings cannot reach, though other rows would come first."""
     call = (tiny_llama_dir, small_text_file, tmp_path / "out")

@@ -90,6 +90,14 @@ def test_the_command_shows_and_writes_the_table(swept: tuple[Path, Result]):
     assert {"command", "versions", "machine"} <= table.keys()
 
 
+def test_what_the_models_warn_of_is_shown(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    own = ["--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 2, "--rounds", 0, "--modules", "mlp"]
+    call = ("--sparsity", "0.1,0.2", "--calibration", small_text_file, *SMALL, *own)
+    result = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("warning: 0.1, 0.2: qk stays whole, as it is not among the modules to compress") == 1
+
+
 def test_the_plots_are_files_of_their_own(swept: tuple[Path, Result]):
     for name in ("perplexity.svg", "throughput.svg"):
         text = (swept[0] / name).read_text(encoding="utf-8")
@@ -217,6 +225,17 @@ def test_wrong_calls_are_refused(
     (line,) = result.stderr.splitlines()
     assert all(word in line for word in words), line
     assert not (tmp_path / "s").exists()
+
+
+def test_a_model_too_short_to_be_timed_is_told(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama_dir, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    call = ("--calibration", small_text_file, "--data", small_text_file, *SMALL)
+    result = modegpt("sweep", model, "--out", tmp_path / "s", *call)
+    assert result.exit_code == 2, result.output
+    assert "128 positions; with --rounds 0 nothing is timed" in result.stderr
 
 
 def test_a_folder_of_something_else_is_refused(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):

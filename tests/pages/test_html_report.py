@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from modegpt import InputError
 from modegpt.cli import app
 from modegpt.pages import plots
 from modegpt.pages.html_report import Names, accuracies, write_report
@@ -229,7 +230,12 @@ def refused(result: Result, *words: str) -> None:
 
 def test_wrong_calls_are_refused(run: Path, tiny_llama_dir: Path, tmp_path: Path):
     refused(modegpt("report", tiny_llama_dir), "not a compressed checkpoint")
-    refused(modegpt("report", run, "--against", tiny_llama_dir), "--data", "--prompt")
+    refused(
+        modegpt("report", run, "--against", tiny_llama_dir, "--dtype", "float32"), "--against and --dtype", "--data"
+    )
+    refused(modegpt("report", run, "--max-new-tokens", 3), "--max-new-tokens is for --prompt")
+    page = tmp_path / "page.html"
+    refused(modegpt("report", run, "--out", page, "--json", page), "would replace what is written")
     refused(modegpt("report", run, "--out", tmp_path), "is a folder")
     refused(modegpt("report", run, "--out", run / "config.json"), "config.json", "ends in .html")
     refused(modegpt("report", run, "--json", run / "report.json"), "would replace what is read")
@@ -325,6 +331,20 @@ def test_an_infinite_perplexity_is_shown(run: Path, tiny_llama_dir: Path, tmp_pa
     assert result["perplexity"][0]["models"] == {"dense": 5.0, "compressed": math.inf}
     assert Page((tmp_path / "page.html").read_text()).tables["Perplexity"][1][-2:] == ["5.0000", "inf"]
     assert change(5.0, math.inf) == change(math.inf, 5.0) == ""
+
+
+@pytest.mark.parametrize("name", ["dense", "compressed"])
+def test_figures_of_a_model_that_was_there_before_are_refused(
+    name: str, run: Path, tiny_llama_dir: Path, tmp_path: Path
+):
+    entry = {"data": "text", "seq_len": 64, "tokens": 63, "nll": 1.0, "perplexity": 5.0}
+    counts = json.loads((run / "report.json").read_text())["parameters"]
+    model = {"dense": tiny_llama_dir, "compressed": run}[name]
+    result = {"model": str(model), "results": [entry], "protocol": {}, "parameters": counts[name]}
+    write_report(run, tmp_path / "page.html", evals=[result], dense=str(tiny_llama_dir))
+    with pytest.raises(InputError, match=f"figures of the {name} model are of one with 1,234 parameters.*again"):
+        write_report(run, tmp_path / "no.html", evals=[result | {"parameters": 1234}], dense=str(tiny_llama_dir))
+    assert not (tmp_path / "no.html").exists()
 
 
 def test_a_model_that_is_timed_against_itself(run: Path, tiny_llama_dir: Path, tmp_path: Path):

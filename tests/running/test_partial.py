@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,22 @@ def test_layers_that_cannot_be_linked_are_copied(tiny_llama_dir: Path, tmp_path:
 
         compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, overwrite=True, progress=elsewhere)
     assert {file.name: file.read_bytes() for file in out.glob("*.safetensors*")} == linked
+
+
+def test_another_spelling_of_the_settings_resumes(tiny_llama_dir: Path, tmp_path: Path):
+    """Modules in another order, and the dtype that `auto` means."""
+    out = tmp_path / "out"
+
+    def stop(stage: str, done: int, _total: int) -> None:
+        if stage == "compress" and done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG, progress=stop)
+    assert not out.exists()
+    again = replace(CONFIG, modules=("vo", "mlp", "qk"), dtype="float32")
+    compress_to_folder(tiny_llama_dir, WINDOWS, out, again, resume=True)
+    assert (out / "report.json").is_file()
 
 
 def test_another_spelling_of_the_model_resumes(

@@ -23,7 +23,7 @@ def export(
 ) -> None:
     """Write a compressed MODEL as its dense family's stock class, for vLLM, SGLang, llama.cpp and the like."""
     check_choice("dtype", dtype, DTYPES)
-    check_json(json_file, model)
+    check_json(json_file, model, out=out)
     begin()
     from ..export.stock import export_stock
     from ..report import protocol

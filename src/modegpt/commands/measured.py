@@ -41,10 +41,19 @@ def measures(
     )
 
 
+def _of_models(entries: list[dict[str, Any]]) -> list[str]:
+    """Return what the single models warn of, each warning once, behind the names of those that do."""
+    told: dict[str, list[str]] = {}
+    for entry in entries:
+        for warning in entry.get("warnings", ()):
+            told.setdefault(warning, []).append(entry.get("name") or entry["method"])
+    return [f"{', '.join(dict.fromkeys(of))}: {warning}" for warning, of in told.items()]
+
+
 def tell(result: dict[str, Any], table: Table, out: Path, json_file: str | None) -> None:
     """Print the table of a result, its warnings, and where it was written."""
     screen = console(json_file)
     screen.print(table)
-    for warning in result["warnings"]:
+    for warning in [*result["warnings"], *_of_models(result.get("rows") or result["points"])]:
         screen.print(f"warning: {warning}", markup=False, soft_wrap=True)
     screen.print(f"written to {out}", markup=False, soft_wrap=True)

@@ -21,7 +21,7 @@ def report(
     prompt: list[str] = typer.Option([], "--prompt", help="Let both models continue this text; repeatable."),
     seq_len: int | None = typer.Option(None, help="Tokens of a window; by default 2048, or the model's positions."),
     max_windows: int | None = typer.Option(None, help="Use only the first windows of each text."),
-    max_new_tokens: int = typer.Option(64, help="Tokens to add to a prompt at most."),
+    max_new_tokens: int | None = typer.Option(None, help="Tokens to add to a prompt at most; by default 64."),
     dtype: str = typer.Option("auto", help=f"To measure in: {', '.join(DTYPES)}."),
     device: str = DEVICE,
     json_file: str | None = JSON,
@@ -30,11 +30,15 @@ def report(
     check_choice("dtype", dtype, DTYPES)
     for name, value in (("seq_len", seq_len), ("max_windows", max_windows), ("max_new_tokens", max_new_tokens)):
         check_positive(name, value)
-    if against is not None and not data and not prompt:
-        raise InputError("--against measures nothing by itself; add --data, --prompt or both")
+    measuring = {"--against": against is not None, "--dtype": dtype != "auto", "--device": device != "auto"}
+    if any(measuring.values()) and not data and not prompt:
+        given = " and ".join(option for option, is_given in measuring.items() if is_given)
+        raise InputError(f"{given}: nothing is measured by that alone; add --data, --prompt or both")
+    if max_new_tokens is not None and not prompt:
+        raise InputError("--max-new-tokens is for --prompt, and none was given")
     check_used(data, (), None, {"--seq-len": seq_len, "--max-windows": max_windows})
-    check_json(json_file, folder, bench_file, *eval_files, *data)
     target = _target(folder, out)
+    check_json(json_file, folder, bench_file, *eval_files, *data, out=target)
     evals = [_read(path, "eval") for path in eval_files]
     bench = None if bench_file is None else _read(bench_file, "bench")
     begin()
@@ -59,7 +63,7 @@ def report(
                 prompt,
                 seq_len=seq_len,
                 max_windows=max_windows,
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=max_new_tokens or 64,
                 dtype=dtype,
                 device=device,
                 progress=progress,

@@ -9,7 +9,7 @@ import typer
 
 from ..config import DTYPES, CompressionConfig
 from ..errors import InputError
-from .shared import DEVICE, names, number_or_auto
+from .shared import DEVICE, check_json, names, number_or_auto
 
 DEFAULTS = CompressionConfig()
 HELP = {
@@ -40,7 +40,7 @@ HELP = {
     "max_host_memory": "Bytes of hidden states in memory; the rest goes to disk.",
 }
 """By field of `CompressionConfig`, in the order in which `--help` shows them."""
-PLANNED = ("sparsity", "allocation")
+PLANNED = ("sparsity", "allocation", "max_sparsity", "temperature", "owl_threshold", "owl_lambda")
 """What a plan of ranks says in their place."""
 
 
@@ -54,6 +54,7 @@ def configured(*without: str) -> Callable[[Callable[..., None]], Callable[..., N
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:
+            check_json(given.get("json_file"), given.get("plan"))
             config = _config({field: given.pop(field) for field in fields})
             command(config=config, **given)
 
@@ -78,10 +79,10 @@ def _option(field: str) -> inspect.Parameter:
         option, hint = typer.Option(None, metavar="FILE", help=HELP[field]), Path | None
     elif field in PLANNED:
         # Whether it was given is to be known: a plan takes none, not even the default.
-        option, hint = typer.Option(None, help=f"{HELP[field]} \\[default: {default}]"), hint | None
-    elif field in ("temperature", "modules"):
-        shown = default if isinstance(default, str) else ",".join(default)
-        option, hint = typer.Option(shown, help=HELP[field]), str
+        option = typer.Option(None, help=f"{HELP[field]} \\[default: {default}]")
+        hint = (str if field == "temperature" else hint) | None
+    elif field == "modules":
+        option, hint = typer.Option(",".join(default), help=HELP[field]), str
     else:
         option = typer.Option(default, help=HELP[field])
     return inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=hint)
@@ -89,12 +90,14 @@ def _option(field: str) -> inspect.Parameter:
 
 def _config(given: dict[str, Any]) -> CompressionConfig:
     """Turn the options' values into the settings."""
-    given |= {"temperature": number_or_auto("temperature", given["temperature"]), "modules": names(given["modules"])}
+    given |= {"modules": names(given["modules"])}
+    if (temperature := given.get("temperature")) is not None:
+        given |= {"temperature": number_or_auto("temperature", temperature)}
     if (file := given.get("plan")) is not None:
         from ..ranks.plan_file import read_plan
 
         for field in PLANNED:
             if given.get(field) is not None:
-                raise InputError(f"--plan gives the ranks of every layer: leave out --{field}")
+                raise InputError(f"--plan gives the ranks of every layer: leave out --{field.replace('_', '-')}")
         given |= {"plan": read_plan(file), "allocation": "plan"}
     return CompressionConfig(**{field: value for field, value in given.items() if value is not None})

@@ -91,7 +91,7 @@ def _fail_for(problem: Exception) -> NoReturn:
     if isinstance(problem, (OSError, MemoryError)):
         fail(f"{type(problem).__name__}: {problem}", 1)
     if _out_of_memory(problem):
-        kept = "a smaller --batch-size needs less; what a run of compress has finished is kept: --resume"
+        kept = "a smaller --batch-size needs less, and is a run of its own; the same call goes on with --resume"
         fail(f"out of memory: {first_line(problem)}; {kept}", 1)
     # The parser's own complaints: their base class has moved between typer's versions, the method has not.
     if not hasattr(problem, "format_message"):
@@ -143,21 +143,28 @@ def check_positive(name: str, value: int | None) -> None:
         raise InputError(f"{name} {value} is not a positive whole number")
 
 
-def check_json(file: str | None, *read: str | Path | None) -> None:
-    """Refuse, before the work, a `--json` target that could not be written after it, or that is read.
+def check_json(file: str | None, *read: str | Path | None, out: Path | None = None) -> None:
+    """Refuse, before the work, a `--json` target that could not be written after it, or that is read or written.
 
     Args:
         file: the target.
         read: models, texts, tasks and results that the command reads; what is no file or folder is passed over.
+        out: what the command writes beside it: a checkpoint's folder, or a file.
     """
     if file is None or file == "-":
         return
     check_file("--json", file, "; give a file name, or - for standard output")
-    target = Path(file).resolve()
-    for path in (Path(each).resolve() for each in read if each is not None and target.is_file()):
-        of_model = target.parent == path and any(target.match(pattern) for pattern in MODEL_FILES)
-        if path == target or of_model:
+    for path in read if Path(file).is_file() else ():
+        if path is not None and _is_of(file, path):
             raise InputError(f"--json '{file}' would replace what is read: give another file name")
+    if out is not None and _is_of(file, out):
+        raise InputError(f"--json '{file}' would replace what is written: give another file name")
+
+
+def _is_of(file: str, what: str | Path) -> bool:
+    """Whether a file is one that was named, or holds a part of the model in a folder that was."""
+    target, path = Path(file).resolve(), Path(what).resolve()
+    return path == target or (target.parent == path and any(target.match(pattern) for pattern in MODEL_FILES))
 
 
 def check_file(option: str, file: str | Path, hint: str = "; give a file name") -> None:

@@ -110,11 +110,19 @@ def compare(
         "config": {key: value for key, value in config.as_dict().items() if key not in ("sparsity", "solver")},
         "measures": {**told, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
         "rows": [shown(row) for row in rows],
-        "warnings": [*seen_text(str(calibration), measures.data), *work.notes],
+        "warnings": [*seen_text(str(calibration), measures.data), *work.notes, *_unheeded(methods, config)],
         **protocol(),
     }
     write_json(table, out / "compare.json")
     return table
+
+
+def _unheeded(methods: Sequence[str], config: CompressionConfig) -> list[str]:
+    """Say which settings say nothing to other methods than this package's own solvers."""
+    defaults, own = CompressionConfig(), ("modules", "allocation", "round_to", "max_sparsity", "temperature")
+    changed = [name for name in own if getattr(config, name) != getattr(defaults, name)]
+    others = [method for method in methods if method.partition(":")[0] not in PRESETS]
+    return [f"{', '.join(changed)}: heeded by best and paper, not by {', '.join(others)}"] if changed and others else []
 
 
 def _check(methods: Sequence[str], sparsities: Sequence[float]) -> None:

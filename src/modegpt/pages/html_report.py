@@ -52,6 +52,9 @@ def write_report(
     require_extra()
     run, found = read_run(folder)
     names = Names({run["model"]: "dense", str(folder): "compressed"} | ({dense: "dense"} if dense else {}))
+    _check_sizes(run, [(name, part.get("parameters")) for name, part in _measured(evals, names)])
+    if bench is not None:
+        _check_sizes(run, [(names(about["name"]), about.get("parameters")) for about in bench["models"].values()])
     figures = {
         "perplexity": perplexities(evals, names),
         "accuracy": accuracies(evals, names),
@@ -185,6 +188,17 @@ def speeds(bench: dict[str, Any] | None, names: Names) -> dict[str, Any] | None:
         for row in bench["results"]
     ]
     return {"models": {called[key]: about for key, about in bench["models"].items()}, "points": points}
+
+
+def _check_sizes(run: dict[str, Any], measured: Sequence[tuple[str, int | None]]) -> None:
+    """Refuse figures that were measured on another model which was in the folder before."""
+    for name, counted in measured:
+        own = run["parameters"].get(name)
+        if own is not None and counted not in (None, own):
+            raise InputError(
+                f"the figures of the {name} model are of one with {counted:,} parameters, and that of this run has "
+                f"{own:,}: measure it again"
+            )
 
 
 def _dense_first(item: tuple[str, Any]) -> tuple[bool, bool]:

@@ -59,6 +59,18 @@ def missed(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], budget:
     ]
 
 
+def rounded_away(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], wanted: float) -> list[str]:
+    """Say that ranks which are rounded up leave more than half of what should go: in small models, with wide steps."""
+    removed = sum(size.removed(chosen) for size, chosen in zip(sizes, ranks, strict=True))
+    if removed >= wanted / 2:
+        return []
+    total = sum(size.total for size in sizes)
+    return [
+        f"ranks are rounded up to whole steps, which are wide here: {removed / total:.2%} of the blocks' parameters "
+        f"are removed and not {wanted / total:.2%}; every other allocation rounds to the nearest"
+    ]
+
+
 def left_whole(
     sizes: Sequence[LayerSizes], modules: Sequence[str], consequence: str, among: Sequence[str] = MODULES
 ) -> list[str]:

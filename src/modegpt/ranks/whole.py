@@ -270,9 +270,9 @@ def _rank_problem(module: str, rank: object, size: LayerSizes, modules: Sequence
         return None
     if module not in modules or module in size.whole:
         reason = "this model needs it so" if module in size.whole else "it is not among the modules to compress"
-        return f"{module} has rank {rank} but must stay whole at {full}: {reason}"
+        return f"{module} has rank {rank!r} but must stay whole at {full}: {reason}"
     grain = math.lcm(step, round_to)
     if isinstance(rank, bool) or not isinstance(rank, int) or not step <= rank < full or rank % grain:
         multiple = f" and a multiple of {grain}" if grain > 1 else ""
-        return f"{module} has rank {rank}; allowed: a whole number from {grain} to {full}{multiple}"
+        return f"{module} has rank {rank!r}; allowed: a whole number from {grain} to {full}{multiple}"
     return None

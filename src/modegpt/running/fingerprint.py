@@ -17,7 +17,7 @@ def run_fingerprint(
 ) -> dict[str, Any]:
     """Return everything that decides the result of a run, by field, as JSON values."""
     settings = config.as_dict()
-    for irrelevant in ("device", "max_host_memory"):
+    for irrelevant in ("device", "dtype", "max_host_memory"):  # the dtype that is written is told below
         settings.pop(irrelevant, None)
     model_config = json.loads(source.config.to_json_string(use_diff=False))
     model_config.pop("_name_or_path", None)  # how the call spelled it: the weights are told by themselves
