@@ -341,9 +341,9 @@ def test_figures_of_a_model_that_was_there_before_are_refused(
     counts = json.loads((run / "report.json").read_text())["parameters"]
     model = {"dense": tiny_llama_dir, "compressed": run}[name]
     result = {"model": str(model), "results": [entry], "protocol": {}, "parameters": counts[name]}
-    write_report(run, tmp_path / "page.html", evals=[result], dense=str(tiny_llama_dir))
+    write_report(run, tmp_path / "page.html", evals=[result])
     with pytest.raises(InputError, match=f"figures of the {name} model are of one with 1,234 parameters.*again"):
-        write_report(run, tmp_path / "no.html", evals=[result | {"parameters": 1234}], dense=str(tiny_llama_dir))
+        write_report(run, tmp_path / "no.html", evals=[result | {"parameters": 1234}])
     assert not (tmp_path / "no.html").exists()
 
 

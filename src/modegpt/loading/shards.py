@@ -180,7 +180,7 @@ class ShardBlocks:
         return model
 
     def _copy(self) -> PreTrainedModel:
-        """Copy the skeleton all but its blocks, which have no weights and are shared."""
+        """Copy all of the skeleton but its blocks, which hold no weights and are shared."""
         return copy.deepcopy(self.model, {id(block): block for block in self.layers})
 
     def _layers_of(self, model: PreTrainedModel) -> nn.ModuleList:

@@ -52,9 +52,9 @@ def write_report(
     require_extra()
     run, found = read_run(folder)
     names = Names({run["model"]: "dense", str(folder): "compressed"} | ({dense: "dense"} if dense else {}))
-    _check_sizes(run, [(name, part.get("parameters")) for name, part in _measured(evals, names)])
-    if bench is not None:
-        _check_sizes(run, [(names(about["name"]), about.get("parameters")) for about in bench["models"].values()])
+    sizes = run["parameters"] | ({"dense": None} if dense else {})  # another dense model may be of another size
+    timed = [] if bench is None else [(names(about["name"]), about) for about in bench["models"].values()]
+    _check_sizes(sizes, [*_measured(evals, names), *timed])
     figures = {
         "perplexity": perplexities(evals, names),
         "accuracy": accuracies(evals, names),
@@ -190,14 +190,14 @@ def speeds(bench: dict[str, Any] | None, names: Names) -> dict[str, Any] | None:
     return {"models": {called[key]: about for key, about in bench["models"].items()}, "points": points}
 
 
-def _check_sizes(run: dict[str, Any], measured: Sequence[tuple[str, int | None]]) -> None:
-    """Refuse figures that were measured on another model which was in the folder before."""
-    for name, counted in measured:
-        own = run["parameters"].get(name)
-        if own is not None and counted not in (None, own):
+def _check_sizes(own: dict[str, int | None], measured: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    """Refuse figures of another model than that of the run, as one that was in the folder before."""
+    for name, figures in measured:
+        sizes = figures.get("parameters"), own.get(name)
+        if None not in sizes and sizes[0] != sizes[1]:
             raise InputError(
-                f"the figures of the {name} model are of one with {counted:,} parameters, and that of this run has "
-                f"{own:,}: measure it again"
+                f"the figures of the {name} model are of one with {sizes[0]:,} parameters, and that of this run has "
+                f"{sizes[1]:,}: measure it again"
             )
 
 
