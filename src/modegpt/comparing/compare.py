@@ -33,6 +33,8 @@ from .scored import Ranked, Scored
 METHODS = ("best", "paper", *BASELINES)
 """What is compared where nothing else is asked for."""
 DENSE = "dense"
+APART = 0.05
+"""Share of the blocks by which what methods removed may differ: one of twenty, as some leave layers out whole."""
 
 
 class Wanted(NamedTuple):
@@ -110,7 +112,12 @@ def compare(
         "config": {key: value for key, value in config.as_dict().items() if key not in ("sparsity", "solver")},
         "measures": {**told, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
         "rows": [shown(row) for row in rows],
-        "warnings": [*seen_text(str(calibration), measures.data), *work.notes, *_unheeded(methods, config)],
+        "warnings": [
+            *seen_text(str(calibration), measures.data),
+            *work.notes,
+            *_unheeded(methods, config),
+            *_apart(rows),
+        ],
         **protocol(),
     }
     write_json(table, out / "compare.json")
@@ -123,6 +130,19 @@ def _unheeded(methods: Sequence[str], config: CompressionConfig) -> list[str]:
     changed = [name for name in own if getattr(config, name) != getattr(defaults, name)]
     others = [method for method in methods if method.partition(":")[0] not in PRESETS]
     return [f"{', '.join(changed)}: heeded by best and paper, not by {', '.join(others)}"] if changed and others else []
+
+
+def _apart(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Say at which sparsities the methods made models of other sizes: by whole layers, or where much stays whole."""
+    removed: dict[float, list[float]] = {}
+    for row in rows:
+        removed.setdefault(row["sparsity"]["requested"], []).append(row["sparsity"]["blocks"])
+    return [
+        f"at {share:.12g} the methods removed between {min(found):.1%} and {max(found):.1%} of the blocks: which is "
+        "best there says little of models of one size"
+        for share, found in removed.items()
+        if max(found) - min(found) > APART
+    ]
 
 
 def _check(methods: Sequence[str], sparsities: Sequence[float]) -> None:
