@@ -45,8 +45,16 @@ PRESETS = {"paper": BenchSettings(batch_sizes=(256,), lengths=(1,), new_tokens=2
 """`paper`: 256 sequences of 256 tokens, one token at a time with a cache, as SliceGPT's code does it for the paper."""
 
 
-def check_settings(settings: BenchSettings, configs: Sequence[Any]) -> None:
-    """Raise `InputError` where a count is below 1, or the longest sequence has more positions than a model knows."""
+def check_settings(
+    settings: BenchSettings, configs: Sequence[Any], hint: str = "give smaller lengths or fewer new tokens"
+) -> None:
+    """Raise `InputError` where a count is below 1, or the longest sequence has more positions than a model knows.
+
+    Args:
+        settings: to be checked.
+        configs: of the models.
+        hint: says what to do about a sequence that is too long.
+    """
     counts = {name: getattr(settings, name) for name in ("new_tokens", "repeats")}
     for name in ("batch_sizes", "lengths"):
         values = getattr(settings, name)
@@ -58,18 +66,14 @@ def check_settings(settings: BenchSettings, configs: Sequence[Any]) -> None:
             raise InputError(f"{name} {value} is not a positive whole number")
     if settings.warmup < 0:
         raise InputError(f"warmup {settings.warmup} is negative; give 0 or more rounds")
+    total = max(settings.lengths) + settings.new_tokens
     for config in configs:
-        check_positions(settings, config, "give smaller lengths or fewer new tokens")
-
-
-def check_positions(settings: BenchSettings, config: Any, hint: str) -> None:
-    """Raise `InputError` if a model has fewer positions than its longest text would take."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if limit is not None and max(settings.lengths) + settings.new_tokens > limit:
-        raise InputError(
-            f"a prompt of {max(settings.lengths)} tokens and {settings.new_tokens} new ones exceed the model's "
-            f"{limit} positions; {hint}"
-        )
+        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if limit is not None and total > limit:
+            raise InputError(
+                f"a prompt of {max(settings.lengths)} tokens and {settings.new_tokens} new ones exceed the model's "
+                f"{limit} positions; {hint}"
+            )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from .errors import InputError
 from .formats.checkpoint_files import find_tensors
 from .formats.safetensors_merge import Entry, main_dtype
 from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
+from .ranks.whole import told
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 """Bytes of one element by safetensors' name of the dtype; what is not listed (an index, say) is no parameter."""
@@ -58,10 +59,8 @@ def describe(folder: str | Path) -> dict[str, Any]:
             "qk": 2 * entry["rope_pairs"] + entry["qk_plain"],
             "vo": entry["value_dim"],
         }
-        unranked = {"qk", "vo"} if architecture.whole_attention else set()
         cut = tuple(f"{path}." for path in (architecture.down, architecture.experts) if path)
-        if not any(name.startswith(cut) for name in own):
-            unranked.add("mlp")
+        unranked = architecture.unranked(any(name.startswith(cut) for name in own))
         outputs = {name.removesuffix(".weight"): shape[0] for name, shape in own.items() if name.endswith(".weight")}
         cost = architecture.rank_costs(dims, lambda path, own=own: f"{path}.bias" in own)
         kept = sum(map(prod, own.values()))
@@ -69,7 +68,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         dense_cache += architecture.dense_cached(dims, outputs) * element
         layers.append(
             {
-                "ranks": {module: None if module in unranked else rank for module, rank in ranks.items()},
+                "ranks": told(ranks, unranked),
                 "parameters": kept,
                 "sparsity": 1 - kept / dense,
                 "kv_bytes_per_token": architecture.cached(dims, ranks, outputs) * element,

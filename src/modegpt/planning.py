@@ -12,6 +12,7 @@ from .compress import prepare
 from .config import CompressionConfig
 from .progress import Progress
 from .ranks.units import COLUMNS
+from .ranks.whole import told
 from .report import budget, protocol
 from .running.estimate import estimate
 from .running.lending import lent
@@ -57,7 +58,7 @@ def make_plan(
             {
                 "score": score,
                 "sparsity": removed[index] / size.total,
-                "ranks": size.told(ranks),
+                "ranks": told(ranks, size.unranked),
                 "parameters": parameters,
             }
         )

@@ -88,10 +88,10 @@ def test_two_processes_equal_one(name: str, compressed: dict[str, tuple[Path, Pa
         assert left["error"] == pytest.approx(right["error"], rel=1e-4, abs=1e-6)  # as the weights, and then a root
     one, two = (load_file(folder / "model.safetensors") for folder in folders)
     assert one.keys() == two.keys()
-    for name, left in one.items():
+    for weight, left in one.items():
         # Moments differ by the order of float32 products alone, 2^-24 each; the bound is 1e-5 of the matrix.
-        difference = torch.linalg.vector_norm((left - two[name]).double())
-        assert difference <= 1e-5 * torch.linalg.vector_norm(left.double()), name
+        difference = torch.linalg.vector_norm((left - two[weight]).double())
+        assert difference <= 1e-5 * torch.linalg.vector_norm(left.double()), weight
 
 
 def test_a_dead_process_ends_the_run_and_one_process_resumes_it(tiny_llama_dir: Path, tmp_path: Path):

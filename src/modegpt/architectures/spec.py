@@ -270,6 +270,10 @@ class Architecture:
         """Whether a block's MLP, or its experts, have a rank: not an MLP among layers of experts."""
         return self.has_mlp(block) or self.mixture(block) is not None
 
+    def unranked(self, cuts_mlp: bool) -> frozenset[str]:
+        """Return the modules that have no rank in a block: its MLP unless it has one, attention that stays as it is."""
+        return frozenset(({"qk", "vo"} if self.whole_attention else set()) | (set() if cuts_mlp else {"mlp"}))
+
     def whole_mlp(self, block: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of an MLP among layers of experts, which has no rank; none where a block has no MLP."""
         module = _inside(block, self.experts.rpartition(".")[0])

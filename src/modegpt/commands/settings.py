@@ -54,7 +54,8 @@ def configured(*without: str) -> Callable[[Callable[..., None]], Callable[..., N
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:
-            check_json(given.get("json_file"), given.get("plan"))
+            if given.get("plan") is not None:  # which the command itself is not told of
+                check_json(given.get("json_file"), given["plan"])
             config = _config({field: given.pop(field) for field in fields})
             command(config=config, **given)
 

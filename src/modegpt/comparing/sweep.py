@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..benchmark import BenchSettings, benchmark, check_positions, check_settings
+from ..benchmark import BenchSettings, benchmark, check_settings
 from ..checkpoint import REPORT_NAME, read_json, write_json
 from ..compress import prepare
 from ..config import DTYPES, CompressionConfig
@@ -134,8 +134,7 @@ class _Sweep:
         dense_config, self.notes = dense_config_of(model)
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
         if self.speed is not None:
-            check_settings(self.speed, [])
-            check_positions(self.speed, dense_config, "with --rounds 0 nothing is timed")
+            check_settings(self.speed, [dense_config], "with --rounds 0 nothing is timed")
         self.text: Text = open_text(calibration, config, model, None)
         self.quality = Quality(measures, dense_config, self.text.tokenizer)
         self.dtype = _stored_dtype(config, dense_config)

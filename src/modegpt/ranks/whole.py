@@ -6,7 +6,7 @@ each module's grid, with the rounding errors passed on, so that the total is met
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from ..errors import InputError
@@ -42,10 +42,6 @@ class LayerSizes:
     unranked: frozenset[str] = frozenset()
     """Those of them that the block lacks, or that have no one rank: attention that is left as it is."""
 
-    def told(self, ranks: dict[str, int]) -> dict[str, int | None]:
-        """Return ranks as they are told: None for a module that has none."""
-        return {module: None if module in self.unranked else rank for module, rank in ranks.items()}
-
     def weight(self, module: str) -> int:
         """Return the parameters of a module that rank governs."""
         return self.cost[module] * self.full[module]
@@ -53,6 +49,11 @@ class LayerSizes:
     def removed(self, ranks: dict[str, int]) -> int:
         """Return the parameters removed at these ranks."""
         return sum(self.cost[module] * (self.full[module] - ranks[module]) for module in self.full)
+
+
+def told(ranks: dict[str, int], unranked: Set[str]) -> dict[str, int | None]:
+    """Return ranks as they are told: None for a module that has none."""
+    return {module: None if module in unranked else rank for module, rank in ranks.items()}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..decompose.psd import all_finite
 from ..errors import InputError, NumericalError
 from ..modeling_modegpt import shrink_block
 from ..progress import Progress
-from ..ranks.whole import LayerSizes, aligned
+from ..ranks.whole import LayerSizes, aligned, told
 from ..report import Stopwatch, budget, peak_gpu_memory_bytes, peak_memory_bytes, protocol
 from ..sums.full_float32 import full_float32
 from .damage import hold_out, measure_damages, trial_ranks
@@ -352,7 +352,12 @@ class Run:
                 "scores": None if scores is None else scores.tolist(),
             },
             "layers": [
-                {"sparsity": sparsity, "ranks": size.told(ranks), "error": outcome.error, "shape": outcome.layer}
+                {
+                    "sparsity": sparsity,
+                    "ranks": told(ranks, size.unranked),
+                    "error": outcome.error,
+                    "shape": outcome.layer,
+                }
                 for sparsity, size, ranks, outcome in zip(
                     allocation.sparsities, self.sizes, allocation.ranks, outcomes, strict=True
                 )

@@ -15,9 +15,8 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
     """Return what one rank of each module costs in a dense block, biases included, and the block's parameters."""
     dims = architecture.block_dims(block, dims)
     cost = architecture.rank_costs(dims, architecture.biases_of(block))
-    unranked = {"qk", "vo"} if architecture.whole_attention else set()
-    if not architecture.cuts_mlp(block):
-        unranked.add("mlp")
+    unranked = architecture.unranked(architecture.cuts_mlp(block))
+    if "mlp" in unranked:
         # It has no rank to cut, but its size decides the shares of the budget.
         cost["mlp"] = sum(parameter.numel() for parameter in architecture.whole_mlp(block)) // dims.d_int
     return LayerSizes(
@@ -29,8 +28,8 @@ def layer_sizes(block: nn.Module, architecture: Architecture, dims: Dimensions) 
             "vo": 1,
         },
         total=sum(parameter.numel() for parameter in block.parameters()),
-        whole=frozenset(unranked | ({"qk"} if architecture.norms(block) else set())),
-        unranked=frozenset(unranked),
+        whole=unranked | ({"qk"} if architecture.norms(block) else set()),
+        unranked=unranked,
     )
 
 
