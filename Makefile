@@ -18,12 +18,14 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# With the oldest transformers that pyproject.toml allows: the tests of what changes between its versions.
+# With the oldest transformers that pyproject.toml allows: the tests of what changes between its versions, on one family
+# of each way in which attention runs.
 test-oldest: $(READY)
 	$(BIN)/python -m pip install --quiet --upgrade --target $(OLDEST) \
 		"$$(grep --only-matching 'transformers>=[0-9.]*' pyproject.toml | sed 's/>=/==/')" 2> $(VENV)/oldest.log \
 		|| (cat $(VENV)/oldest.log; exit 1)
-	PYTHONPATH="$(CURDIR)/$(OLDEST)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
+	PYTHONPATH="$(CURDIR)/$(OLDEST)" ONE_OF_EACH_ATTENTION=1 OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 		tests/conformance/test_generation.py tests/conformance/test_checkpoints.py tests/test_decoding.py tests/formats/test_text_part.py
 
 lint: $(READY)

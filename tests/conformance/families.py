@@ -1,8 +1,10 @@
 """The families of the conformance suite: one entry each, a tiny random model that has all of the family's traps."""
 
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -285,11 +287,11 @@ class Family:
         kinds = getattr(self.config(), "layer_types", None) or ["full_attention"] * self.dims.n_layers
         return sum(kind in ("full_attention", "sliding_attention", "hybrid") for kind in kinds)
 
-    @property
+    @cached_property
     def architecture(self) -> Architecture:
         return architecture_of(self.config())
 
-    @property
+    @cached_property
     def dims(self) -> Dimensions:
         return self.architecture.dimensions(self.config())
 
@@ -994,6 +996,10 @@ FAMILIES = [
 ]
 
 
+ONE_OF_EACH = "ONE_OF_EACH_ATTENTION"
+"""The environment variable with which the suite runs those families alone."""
+
+
 def one_of_each_attention() -> list[str]:
     """Return the first family of each way in which the compressed attention runs, where it does.
 
@@ -1010,6 +1016,10 @@ def one_of_each_attention() -> list[str]:
         way += [sorted(set(getattr(family.config(), "layer_types", None) or []))]
         first.setdefault(repr(way), family.name)
     return list(first.values())
+
+
+if os.environ.get(ONE_OF_EACH):
+    FAMILIES = [family for family in FAMILIES if family.name in one_of_each_attention()]
 
 
 def tokens(rows: int = 2, length: int = 20, seed: int = 1) -> Tensor:

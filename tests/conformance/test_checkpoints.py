@@ -168,7 +168,7 @@ def test_saving_into_the_folder_it_came_from(pair: Pair, folders: dict[str, Path
 
 
 def test_a_later_format_version_is_refused(folders: dict[str, Path], tmp_path: Path):
-    shutil.copytree(folders["mistral"], tmp_path / "later")
+    shutil.copytree(folders["llama-grouped"], tmp_path / "later")
     path = tmp_path / "later" / "config.json"
     data = json.loads(path.read_text())
     data["modegpt"]["version"] += 1
@@ -185,7 +185,7 @@ def test_an_older_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatc
 
 def test_an_edited_config_of_other_shapes_is_refused(folders: dict[str, Path], tmp_path: Path):
     """A rank in `config.json` that is not that of the weights must not load as freshly initialised weights."""
-    shutil.copytree(folders["mistral"], tmp_path / "edited")
+    shutil.copytree(folders["llama-grouped"], tmp_path / "edited")
     path = tmp_path / "edited" / "config.json"
     data = json.loads(path.read_text())
     data["modegpt"]["layers"][1]["mlp_width"] += 1

@@ -107,19 +107,22 @@ def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family, e
     probed = slice(first, None, every)
     dense = family.dense()
     layers = source.blocks.layers
+    windowwise = []
+    for number in range(5):
+        states = list(run_layers(source, embedded(source.blocks, windows[number, None])))
+        last = states[-1][1][0, probed].clone().requires_grad_()
+        # One token a row: behind the blocks nothing mixes them.
+        log_p = dense_logits(dense, last)
+        noise = fisher_noise(log_p.detach().float(), draw_seed(5, number, 0))
+        windowwise.append(([read for read, _output in states], *torch.autograd.grad(log_p, last, noise)))
     for index, total in enumerate(totals):
         if index in family.whole_mlps:
             continue
         expected = torch.zeros_like(total)
         down = source.architecture.projection(layers[index], "down")
         columns = (down.weight if down.weight.shape[0] == source.dims.d_model else down.weight.T).detach()
-        for number in range(5):
-            states = list(run_layers(source, embedded(source.blocks, windows[number, None])))
-            z, last = states[index][0][0, probed], states[-1][1][0, probed].clone().requires_grad_()
-            # One token a row: behind the blocks nothing mixes them.
-            log_p = dense_logits(dense, last)
-            noise = fisher_noise(log_p.detach().float(), draw_seed(5, number, 0))
-            (root,) = torch.autograd.grad(log_p, last, noise)
+        for number, (reads, root) in enumerate(windowwise):
+            z = reads[index][0, probed]
             if source.architecture.mlp_norm:
                 root = before_norm(source, layers[index], z, root)
             effect = weights[number, probed, None] * (root @ columns).square().double()

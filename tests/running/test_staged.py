@@ -1,7 +1,7 @@
 """One block in two stages: the MLP's moments behind the compressed attention, and what the logits are measured with."""
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -49,8 +49,9 @@ def by_name(families: list[Family]):
     return pytest.mark.parametrize("family", families, ids=lambda family: family.name)
 
 
+@lru_cache(maxsize=1)  # a test's cases come by family
 def opened(family: Family):
-    """The family's source and its calibration, in two batches of unequal size, its tokens weighted."""
+    """The family's source and its calibration, in two batches of unequal size, its tokens weighted. Change neither."""
     source = open_source(family.dense(), CPU)
     run_in_turn(source.blocks.model)
     windows = tokens(rows=5, length=20)
@@ -175,9 +176,10 @@ def test_the_attention_is_measured_on_the_dense_stream_as_it_passes(family: Fami
 
 
 @pytest.mark.parametrize(
-    ("room", "limit"), [(0, None), (2**30, 10**9), (2**30, None)], ids=["no room", "short of memory", "kept"]
+    ("beside", "room", "limit"),
+    [(False, 2**30, None), (True, 0, None), (True, 2**30, 10**9), (True, 2**30, None)],
+    ids=["alone", "beside, no room", "beside, short of memory", "beside, kept"],
 )
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @by_name(WITH_MLP)
 def test_what_is_handed_on_is_what_the_whole_block_gives(family: Family, dtype: str, beside, room, limit, monkeypatch):
@@ -369,7 +371,7 @@ def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(famil
     assert torch.allclose(after - before, added, atol=1e-4) == architecture.adds_mlp
 
     def weights(feedback: bool):
-        config = CompressionConfig(sparsity=0.3, modules=("mlp",), feedback=feedback)
+        config = CompressionConfig(sparsity=0.3, modules=("mlp",), feedback=feedback, coverage=0)
         return modegpt.compress(family.dense(), tokens(rows=5, length=20), config).state_dict()
 
     fed, plain = weights(feedback=True), weights(feedback=False)
@@ -391,7 +393,7 @@ def test_without_a_sum_too_the_mlp_is_measured_behind_what_is_written(family: Fa
         return measure(self, block, index, calibration, modules, *rest)
 
     monkeypatch.setattr(BlockCompressor, "_measure", spy)
-    modegpt.compress(family.dense(), tokens(rows=5, length=20), CompressionConfig(dtype="bfloat16"))
+    modegpt.compress(family.dense(), tokens(rows=5, length=20), CompressionConfig(dtype="bfloat16", coverage=0))
     assert len(seen) == family.dims.n_layers
     assert all(seen)
 
@@ -525,10 +527,11 @@ def test_what_experts_lack_is_in_the_units_of_the_mixture(name: str, monkeypatch
     monkeypatch.setattr(staged.ExpertRefit, "lacks", tell)
     compressed(source, calibration, {**family.full_ranks()[0], "mlp": 16}, CompressionConfig(solver="best"), dense)
     block, middles = source.blocks.peek(0, CPU), []
-    source.architecture.middle_module(block).register_forward_pre_hook(
+    hook = source.architecture.middle_module(block).register_forward_pre_hook(
         lambda _module, inputs: middles.append(inputs[0].clone())
     )
     list(run_block(block, 0, calibration, CPU))
+    hook.remove()
     factor = float(source.architecture.mlp_factor)
     assert (factor == 1) == (name == "mixtral")
     assert calibration.weights is not None
