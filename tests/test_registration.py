@@ -9,11 +9,13 @@ from conformance.helpers import run_python
 from modegpt.modeling_modegpt import compressed_class
 
 
-def test_importing_it_imports_no_familys_models(tmp_path: Path):
-    code = "import sys, modegpt; print([name for name in sys.modules if name.startswith('transformers.models.')])"
-    imported = run_python("-c", code, cache=tmp_path)
+def test_importing_it_imports_no_familys_models_and_no_lm_eval(tmp_path: Path):
+    code = "import sys, modegpt; modegpt.evaluate_tasks; print(*sys.modules)"
+    imported = run_python("-c", code, cache=tmp_path).split()
     assert "transformers.models.llama.configuration_llama" in imported
-    assert [name for name in imported.split("'") if ".modeling_" in name and ".auto." not in name] == []
+    models = [name for name in imported if name.startswith("transformers.models.") and ".modeling_" in name]
+    assert [name for name in models if ".auto." not in name] == []
+    assert "lm_eval" not in imported
 
 
 @pytest.mark.parametrize(

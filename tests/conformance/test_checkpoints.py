@@ -1,6 +1,7 @@
 """What is saved opens anywhere: in a fresh process, with and without modegpt, moved, sharded, in another dtype."""
 
 import copy
+import functools
 import gc
 import json
 import re
@@ -19,34 +20,45 @@ from modegpt import modeling_modegpt, stock_model
 from modegpt.inspection import describe
 
 from .conftest import Pair
-from .families import tokens
+from .families import FAMILIES, one_of_each_attention, tokens
 from .helpers import densify, run_python
 
 SHIPPED = "modeling_modegpt.py"
 
 
-@pytest.fixture(scope="module", params=["installed", "shipped"])
-def reopened(request: pytest.FixtureRequest, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
-    """Move the saved folders, open them in a fresh process and return where they were and what it wrote."""
-    root = tmp_path_factory.mktemp(request.param)
-    moved, out = root / "moved 0.25", root / "out"
-    out.mkdir()
-    for name, folder in folders.items():
-        # A dot and a blank in the path: the shipped code becomes a Python package named after its folder.
-        shutil.copytree(folder, moved / name)
-    script = Path(__file__).with_name("fresh_process.py")
-    return moved, out, run_python(script, request.param, moved, out, cache=root)
+# With modegpt installed, all other tests open them as well, in this process.
+OPENED = {"shipped": [family.name for family in FAMILIES], "installed": one_of_each_attention()}
+each_opened = pytest.mark.parametrize(("way", "name"), [(way, name) for way in OPENED for name in OPENED[way]])
 
 
-def test_a_fresh_process_computes_the_same_bits(reopened, pair: Pair):
-    _, out, _ = reopened
-    result = torch.load(out / f"{pair.family.name}.pt")
+@pytest.fixture(scope="module")
+def reopened(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory):
+    """Return what moves saved folders and opens them in a fresh process: where they were, what it wrote and printed."""
+
+    @functools.cache
+    def opened(way: str) -> tuple[Path, Path, str]:
+        root = tmp_path_factory.mktemp(way)
+        moved, out = root / "moved 0.25", root / "out"
+        out.mkdir()
+        for name in OPENED[way]:
+            # A dot and a blank in the path: the shipped code becomes a Python package named after its folder.
+            shutil.copytree(folders[name], moved / name)
+        return moved, out, run_python(Path(__file__).with_name("fresh_process.py"), way, moved, out, cache=root)
+
+    return opened
+
+
+@each_opened
+def test_a_fresh_process_computes_the_same_bits(reopened, way: str, name: str, pairs: dict[str, Pair]):
+    _, out, _ = reopened(way)
+    result = torch.load(out / f"{name}.pt")
     with torch.no_grad():
-        assert torch.equal(pair.compressed(result["ids"]).logits, result["logits"])
+        assert torch.equal(pairs[name].compressed(result["ids"]).logits, result["logits"])
 
 
-def test_loading_prints_nothing(reopened):
-    *_, printed = reopened
+@pytest.mark.parametrize("way", OPENED)
+def test_loading_prints_nothing(reopened, way: str):
+    *_, printed = reopened(way)
     # As transformers says of any model with such layers.
     slow = r"\[transformers\] `\w+` is falling back to its reference PyTorch implementation .*\n"
     printed = re.sub(slow, "", printed)
@@ -58,11 +70,11 @@ def test_loading_prints_nothing(reopened):
     assert printed.replace(stock, "", 1) == ""
 
 
-def test_saving_again_gives_the_same_bytes(reopened, pair: Pair):
-    moved, out, _ = reopened
+@each_opened
+def test_saving_again_gives_the_same_bytes(reopened, way: str, name: str):
+    moved, out, _ = reopened(way)
     first, second = (
-        {path.name: path.read_bytes() for path in (root / pair.family.name).iterdir() if path.is_file()}
-        for root in (moved, out)
+        {path.name: path.read_bytes() for path in (root / name).iterdir() if path.is_file()} for root in (moved, out)
     )
     assert first.keys() == second.keys() >= {SHIPPED, "config.json", "generation_config.json", "model.safetensors"}
     # The tokenizer's own file says how it was loaded; that is transformers' doing, and no part of the model.

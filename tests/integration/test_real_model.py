@@ -36,8 +36,9 @@ def dense(weights: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(weights: str) -> Any:
-    return open_tokenizer(weights)
+def tokenizer(small: Path) -> Any:
+    """The one that was written, as the file's takes seconds to read."""
+    return open_tokenizer(str(small))
 
 
 @pytest.fixture(scope="module")

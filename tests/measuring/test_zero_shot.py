@@ -5,7 +5,6 @@ import importlib.util
 import json
 import logging
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -403,13 +402,6 @@ def test_a_missing_lm_eval_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lm_eval" else find(name))
     with pytest.raises(MissingExtraError, match=r"lm-eval.*modegpt\[eval\]"):
         open_tasks(["piqa"])
-
-
-def test_importing_modegpt_leaves_lm_eval_alone():
-    import subprocess
-
-    code = "import sys, modegpt; modegpt.evaluate_tasks; sys.exit('lm_eval' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_tokenizer_without_a_token_to_begin_with_is_told(
