@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -339,6 +340,11 @@ def test_dead_neurons_are_dropped_first_and_reported():
         ({"coverage": "x"}, "coverage 'x' is no number"),
         ({"sparsity": "0.3"}, "sparsity '0.3' is no number"),
         ({"samples": None}, "samples None is no whole number"),
+        ({"modules": "mlp"}, "modules is the text 'mlp': give a sequence"),
+        (
+            {"allocation": "plan", "plan": [{"mlp": torch.tensor(4)}]},
+            r"layer 0: mlp has rank tensor\(4\), which is no number",
+        ),
         ({"round_to": 2.5}, "round_to 2.5 is no whole number"),
         ({"temperature": None}, "temperature None is neither"),
         ({"allocation": "plan", "plan": (3, 4)}, "no sequence of ranks by layer"),
@@ -456,3 +462,33 @@ def test_no_folder_is_replaced_that_the_model_in_memory_or_the_text_comes_from(t
     with pytest.raises(InputError, match="holds the calibration text"):
         modegpt.compress(tiny_llama(), tmp_path / "texts" / "own.txt", out=tmp_path / "texts", overwrite=True)
     assert (tmp_path / "texts" / "own.txt").exists()
+
+
+def test_numbers_of_numpy_and_names_of_torch_are_settings_like_others(tmp_path: Path):
+    settings = {"sparsity": 0.25, "samples": 4, "seed": 3, "batch_size": 2, "temperature": 0.5}
+    ranks = {"mlp": 24, "qk": 4, "vo": 4}
+    plain = CompressionConfig(**settings, dtype="bfloat16", device="cpu", allocation="plan", plan=(ranks,) * 3)
+    of_numpy = {name: np.asarray(value)[()] for name, value in settings.items()}
+    assert all(isinstance(value, np.generic) for value in of_numpy.values())
+    other = CompressionConfig(
+        **of_numpy, dtype=torch.bfloat16, device=torch.device("cpu"), allocation="plan",  # type: ignore[arg-type]
+        plan=tuple({module: np.int64(rank) for module, rank in ranks.items()} for _ in range(3)),
+    )  # fmt: skip
+    assert other == plain
+    modegpt.compress(tiny_llama(), windows(), other, out=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["config"] == json.loads(
+        json.dumps(plain.as_dict())
+    )
+
+
+def test_the_default_device_of_the_process_changes_nothing():
+    """As a notebook may set one: what is made on the meta device has no numbers, so that any use of it would fail."""
+    model, calibration, ids = tiny_llama(), windows(), windows(2)
+    compressed = modegpt.compress(model, calibration, CompressionConfig(sparsity=0.25))
+    found = modegpt.perplexity(compressed, ids.flatten(), 16)
+    with torch.device("meta"):
+        again = modegpt.compress(model, calibration, CompressionConfig(sparsity=0.25))
+        assert modegpt.perplexity(again, ids.flatten(), 16) == found
+        stock = modegpt.stock_model(again)
+    assert {parameter.device.type for parameter in stock.parameters()} == {"cpu"}
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in compressed.state_dict().items())

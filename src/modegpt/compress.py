@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .checkpoint import build, check_apart, check_output
 from .config import CompressionConfig
+from .default_device import on_the_cpu
 from .errors import InputError
 from .loading.models import resolve_device
 from .loading.shards import ShardBlocks
@@ -25,6 +26,7 @@ from .running.source import check_generation, open_source, require_model
 from .running.text import check_ids, open_text
 
 
+@on_the_cpu()
 def compress(
     model: PreTrainedModel | str | Path,
     calibration: str | Path | Tensor,
@@ -71,6 +73,7 @@ def compress(
     return compressed
 
 
+@on_the_cpu()
 def compress_to_folder(
     model: PreTrainedModel | str | Path,
     calibration: str | Path | Tensor,

@@ -103,17 +103,22 @@ class CompressionConfig:
     """Bytes of hidden states to keep in memory; what is above goes to disk. None for no limit."""
 
     def __post_init__(self) -> None:
-        """Check every field.
+        """Check every field. Numbers of numpy become Python's, and dtypes and devices of torch their names, as in JSON.
 
         Raises:
             InputError: a field is out of range; the message says what is allowed.
         """
+        for name in ("dtype", "device"):
+            object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
+        if isinstance(self.temperature, Real) and not isinstance(self.temperature, bool):
+            object.__setattr__(self, "temperature", _plain(self.temperature))
         for name, kinds in _number_fields().items():
             value = getattr(self, name)
             if (value is not None or NoneType not in kinds) and (
                 not isinstance(value, Integral if int in kinds else Real) or isinstance(value, bool)
             ):
                 raise InputError(f"{name} {value!r} is no {'whole number' if int in kinds else 'number'}")
+            object.__setattr__(self, name, _plain(value))
         if not 0 <= self.sparsity < 1:
             raise InputError(f"sparsity {self.sparsity} is outside [0, 1): give a share such as 0.3 for 30 %")
         if not 0 < self.max_sparsity <= 1:
@@ -127,6 +132,13 @@ class CompressionConfig:
             raise InputError("a plan and the allocation 'plan' go together: give both, or neither")
         if self.plan is not None and not all(isinstance(ranks, Mapping) for ranks in self.plan):
             raise InputError("the plan is no sequence of ranks by layer: give a dict of mlp, qk and vo for each layer")
+        if self.plan is not None:
+            plan = tuple({module: _plain(rank) for module, rank in ranks.items()} for ranks in self.plan)
+            for index, ranks in enumerate(plan):
+                for module, rank in ranks.items():
+                    if not isinstance(rank, int | float):
+                        raise InputError(f"plan, layer {index}: {module} has rank {rank!r}, which is no number")
+            object.__setattr__(self, "plan", plan)
         for name in ("samples", "seq_len", "batch_size", "max_host_memory", "round_to"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -152,6 +164,8 @@ class CompressionConfig:
         check_seed(self.seed)
         if not self.modules:
             raise InputError(f"modules is empty: name at least one of {', '.join(MODULES)}")
+        if isinstance(self.modules, str):
+            raise InputError(f"modules is the text '{self.modules}': give a sequence, such as {MODULES[:1]}")
         for module in self.modules:
             check_choice("modules", module, MODULES)
         object.__setattr__(self, "modules", tuple(module for module in MODULES if module in self.modules))
@@ -208,6 +222,13 @@ def _number_fields() -> dict[str, tuple[Any, ...]]:
     """Return the types of each field that holds a number, and no word in its place."""
     kinds = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(CompressionConfig).items()}
     return {name: own for name, own in kinds.items() if {int, float} & {*own} and str not in own}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of another library, such as numpy's, as Python's own; anything else as it is."""
+    if isinstance(value, int | float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _is_positive(value: object) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .default_device import on_the_cpu
 from .errors import InputError, NumericalError
 from .loading.models import beyond_vocabulary, device_of
 from .progress import Progress
@@ -44,6 +45,7 @@ def check_window(config: Any, seq_len: int, option: str = "--seq-len") -> None:
         )
 
 
+@on_the_cpu()
 def perplexity(
     model: PreTrainedModel,
     tokens: Tensor,

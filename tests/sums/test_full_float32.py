@@ -28,6 +28,15 @@ by_backend = pytest.mark.skipif(
 )
 
 
+def test_a_run_leaves_autocast_for_the_time():
+    dense, config = FAMILIES[0].dense(), modegpt.CompressionConfig(allocation="influence")
+    expected = modegpt.compress(dense, tokens(), config).state_dict()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = modegpt.compress(dense, tokens(), config).state_dict()
+        assert torch.is_autocast_enabled("cpu")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 @by_backend
 @pytest.mark.parametrize("allowed", ["medium", "high"])
 def test_a_run_takes_whole_products_and_puts_the_setting_back(allowed: str):

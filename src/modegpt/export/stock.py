@@ -17,6 +17,7 @@ from ..architectures import Architecture, architecture_of
 from ..blocks import layers_prefix
 from ..checkpoint import assemble, check_description, check_output
 from ..decompose.psd import all_finite
+from ..default_device import on_the_cpu
 from ..disk import DISK
 from ..errors import InputError, NumericalError, refused
 from ..formats.packed import quantization
@@ -30,6 +31,7 @@ OTHERWISE = ("modegpt", "model_type", "architectures", "auto_map", "_name_or_pat
 """Of a compressed config: what the stock one has otherwise, or not at all."""
 
 
+@on_the_cpu()
 def stock_model(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of the dense family's stock class that computes what a compressed one does.
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from ..default_device import on_the_cpu
 from ..errors import InputError, MissingExtraError
 from ..evaluate import evaluating
 from ..progress import Progress
@@ -128,6 +129,7 @@ def open_tasks(names: Sequence[str]) -> list[Task]:
     return opened
 
 
+@on_the_cpu()
 def evaluate_tasks(
     model: PreTrainedModel,
     tokenizer: Any,

@@ -38,12 +38,18 @@ def full_float32() -> Iterator[None]:
     """While the context is open, no float32 product is taken in TF32 or bfloat16, on a GPU or a CPU.
 
     A training script, or a container, may have allowed that: TF32 keeps 10 of 23 bits, fewer than moments and solvers
-    are written for. The setting is that of all threads, so it is put back when no thread is in such a context.
+    are written for. The setting is that of all threads, so it is put back when no thread is in such a context. A thread
+    that is in `torch.autocast`, which takes products in 16 bits, leaves it for the time.
     """
+    left = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     _SETTING.change()
     try:
+        for kind in left:
+            torch.set_autocast_enabled(kind, False)
         yield
     finally:
+        for kind in left:
+            torch.set_autocast_enabled(kind, True)
         _SETTING.release()
 
 
