@@ -31,7 +31,7 @@ ONCE = ("llama-grouped", "gpt2", "phi-norm", "gemma3_text", "mixtral", "granitem
 DISPATCHED = ("llama-grouped", "gemma3_text", "olmo2", "phi-norm")
 """Of these the families whose whole models run where every operation is dispatched."""
 TRIED = ("gemma3_text", "gpt2", "granitemoe")
-"""Of them those whose modules are tried one by one, which takes ten times as long."""
+"""Of them those whose modules are tried one by one, which takes twice as long."""
 SEED = 1
 """Of what the models write. In the text of seed 0 rounding decides between two choices of a trial on gemma3_text, whose
 damage then differs by 6 %; with seeds 1, 2 and 3 all damages agree to 2e-6."""

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from numbers import Integral, Real
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -108,17 +108,16 @@ class CompressionConfig:
         Raises:
             InputError: a field is out of range; the message says what is allowed.
         """
+        for field in fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         for name in ("dtype", "device"):
             object.__setattr__(self, name, str(getattr(self, name)).removeprefix("torch."))
-        if isinstance(self.temperature, Real) and not isinstance(self.temperature, bool):
-            object.__setattr__(self, "temperature", _plain(self.temperature))
         for name, kinds in _number_fields().items():
             value = getattr(self, name)
             if (value is not None or NoneType not in kinds) and (
                 not isinstance(value, Integral if int in kinds else Real) or isinstance(value, bool)
             ):
                 raise InputError(f"{name} {value!r} is no {'whole number' if int in kinds else 'number'}")
-            object.__setattr__(self, name, _plain(value))
         if not 0 <= self.sparsity < 1:
             raise InputError(f"sparsity {self.sparsity} is outside [0, 1): give a share such as 0.3 for 30 %")
         if not 0 < self.max_sparsity <= 1:
@@ -130,15 +129,8 @@ class CompressionConfig:
                 raise InputError(f"{name} {getattr(self, name)} is not a positive number")
         if (self.allocation == "plan") != (self.plan is not None):
             raise InputError("a plan and the allocation 'plan' go together: give both, or neither")
-        if self.plan is not None and not all(isinstance(ranks, Mapping) for ranks in self.plan):
-            raise InputError("the plan is no sequence of ranks by layer: give a dict of mlp, qk and vo for each layer")
         if self.plan is not None:
-            plan = tuple({module: _plain(rank) for module, rank in ranks.items()} for ranks in self.plan)
-            for index, ranks in enumerate(plan):
-                for module, rank in ranks.items():
-                    if not isinstance(rank, int | float):
-                        raise InputError(f"plan, layer {index}: {module} has rank {rank!r}, which is no number")
-            object.__setattr__(self, "plan", plan)
+            object.__setattr__(self, "plan", tuple(_ranks(index, entry) for index, entry in enumerate(self.plan)))
         for name in ("samples", "seq_len", "batch_size", "max_host_memory", "round_to"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -229,6 +221,17 @@ def _plain(value: Any) -> Any:
     if isinstance(value, int | float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _ranks(layer: int, entry: Any) -> dict[str, Any]:
+    """Return a layer's entry in a plan with Python's numbers; whether they fit, the model decides."""
+    if not isinstance(entry, Mapping):
+        raise InputError("the plan is no sequence of ranks by layer: give a dict of mlp, qk and vo for each layer")
+    ranks = {module: _plain(rank) for module, rank in entry.items()}
+    for module, rank in ranks.items():
+        if not isinstance(rank, int | float):
+            raise InputError(f"plan, layer {layer}: {module} has rank {rank!r}, which is no number")
+    return ranks
 
 
 def _is_positive(value: object) -> bool:

@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -1000,7 +1000,8 @@ ONE_OF_EACH = "ONE_OF_EACH_ATTENTION"
 """The environment variable with which the suite runs those families alone."""
 
 
-def one_of_each_attention() -> list[str]:
+@cache
+def one_of_each_attention() -> tuple[str, ...]:
     """Return the first family of each way in which the compressed attention runs, where it does.
 
     For what depends on that alone, and takes long: the others of a way run the same lines of it.
@@ -1015,7 +1016,7 @@ def one_of_each_attention() -> list[str]:
         way += [dims.rotary_dim == 0, dims.rotary_dim == dims.d_head]
         way += [sorted(set(getattr(family.config(), "layer_types", None) or []))]
         first.setdefault(repr(way), family.name)
-    return list(first.values())
+    return tuple(first.values())
 
 
 if os.environ.get(ONE_OF_EACH):

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -41,15 +41,13 @@ def full_float32() -> Iterator[None]:
     are written for. The setting is that of all threads, so it is put back when no thread is in such a context. A thread
     that is in `torch.autocast`, which takes products in 16 bits, leaves it for the time.
     """
-    left = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     _SETTING.change()
     try:
-        for kind in left:
-            torch.set_autocast_enabled(kind, False)
-        yield
+        with ExitStack() as stack:
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            yield
     finally:
-        for kind in left:
-            torch.set_autocast_enabled(kind, True)
         _SETTING.release()
 
 
