@@ -7,10 +7,14 @@ the test text, on which nothing is chosen.
     python benchmarks/allocation.py --data FOLDER
 """
 
+from typing import Any
+
 import torch
 
 import modegpt
-from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, model_name, opened, parser, save
+from common import CALIBRATION, SAMPLES, SEQ_LEN, add_cache, add_sparsities, compressed, model_name, opened, parser, run
+from modegpt.config import PRESETS
+from result_file import Results
 
 RULES = ("uniform", "influence", "influence-blocks", "owl")
 EVAL_WINDOWS = 12
@@ -19,26 +23,41 @@ EVAL_WINDOWS = 12
 def main() -> None:
     """Compress with every rule at every sparsity, and measure each on both texts."""
     arguments = parser(__doc__, "allocation.json")
-    arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.2, 0.3, 0.4])
-    arguments.add_argument("--solver", default="paper")
+    add_cache(arguments)
+    add_sparsities(arguments, 0.2, 0.3, 0.4)
+    arguments.add_argument("--solver", default="paper", choices=PRESETS)
     options = arguments.parse_args()
+    protocol = {
+        "solver": options.solver,
+        "dtype": "float32",
+        "calibration": CALIBRATION,
+        "selection": f"the rest of wiki.valid.txt, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
+        "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
+    }
+    results = Results(options.json, {"model": model_name(options), "protocol": protocol})
     dense, _tokenizer, windows, valid, test = opened(options)
     texts = {"selection": valid[SAMPLES * SEQ_LEN :], "test": test}
 
     def perplexities(model: torch.nn.Module) -> dict[str, float]:
         return {key: modegpt.perplexity(model, text, SEQ_LEN, EVAL_WINDOWS).perplexity for key, text in texts.items()}
 
-    rows = [{"rule": "dense", "sparsity": 0.0, **perplexities(dense)}]
-    print(rows[0], flush=True)
+    def keep(row: dict[str, Any]) -> None:
+        print(row, flush=True)
+        results.add(row)
+
+    if not results.rows:
+        keep({"rule": "dense", "sparsity": 0.0, **perplexities(dense)})
     for sparsity in options.sparsity:
         for rule in RULES:
+            known = {"rule": rule, "sparsity": sparsity}
+            if results.has(known):
+                continue
             config = modegpt.CompressionConfig(sparsity=sparsity, allocation=rule, solver=options.solver)
             model = compressed(options, dense, windows, config)
             report = model.modegpt_report
             shares = [layer["sparsity"] for layer in report["layers"]]
             row = {
-                "rule": rule,
-                "sparsity": sparsity,
+                **known,
                 **perplexities(model),
                 "achieved": report["sparsity"],
                 "temperature": report["allocation"]["temperature"],
@@ -47,17 +66,8 @@ def main() -> None:
                 / (len(report["layers"]) * 2 * dense.config.head_dim),
                 "seconds": report["seconds"]["total"],
             }
-            rows.append(row)
-            print(row, flush=True)
-            protocol = {
-                "solver": options.solver,
-                "dtype": "float32",
-                "calibration": CALIBRATION,
-                "selection": f"the rest of wiki.valid.txt, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
-                "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
-            }
-            save(options.json, {"model": model_name(options), "protocol": protocol, "rows": rows})
+            keep(row)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

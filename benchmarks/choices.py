@@ -14,17 +14,17 @@ one.
     python benchmarks/choices.py --data FOLDER --tasks FOLDER --settings '{"sparsity": 0.1, "solver": "paper"}' ...
 """
 
-import json
 import math
 from pathlib import Path
 from statistics import fmean, pstdev
 
 import modegpt
-from common import CALIBRATION, compressed, finished, model_name, opened, parser, save
+from common import CALIBRATION, add_cache, add_settings, compressed, model_name, opened, parser, run
 from modegpt.evaluate import evaluating
 from modegpt.measuring.harness import Harness, hushed, local, run_task
 from modegpt.measuring.local_tasks import read_task
 from modegpt.measuring.paired import compare
+from result_file import Results
 
 FIRST = {"arc_easy": 1172, "openbook_qa": 100, "piqa": 1172}
 """Questions before these are for the main table of zero_shot.py."""
@@ -57,7 +57,8 @@ def main() -> None:
     arguments = parser(__doc__, "choices.json")
     arguments.add_argument("--tasks", type=Path, required=True, help="folder with arc_easy.jsonl and the others")
     arguments.add_argument("--limit", type=int, help="questions of each task")
-    arguments.add_argument("--settings", type=json.loads, nargs="+", required=True, help="CompressionConfig, as JSON")
+    add_cache(arguments)
+    add_settings(arguments)
     asked = arguments.parse_args()
     protocol = {
         "dtype": "float32",
@@ -66,10 +67,10 @@ def main() -> None:
         "limit": asked.limit,
     }
     about = {"model": model_name(asked), "protocol": protocol}
-    rows = finished(asked.json, about)
+    results = Results(asked.json, about)
     dense, tokenizer, windows, _valid, _test = opened(asked)
     for settings in [None, *asked.settings]:
-        if any(row["settings"] == settings for row in rows):
+        if any(row["settings"] == settings for row in results.rows):
             continue
         model = dense
         if settings is not None:
@@ -82,13 +83,12 @@ def main() -> None:
             }
         means = {task: {key: fmean(values) for key, values in figures.items()} for task, figures in found.items()}
         row = {"settings": settings, "soft_accuracy": means, "questions": found}
-        if rows:
-            over = compare(found, rows[0]["questions"]).mean._asdict()
+        if results.rows:
+            over = compare(found, results.rows[0]["questions"]).mean._asdict()
             row["over_first"] = {key: value for key, value in over.items() if "flips" not in key}  # nothing is 0 or 1
-        rows.append(row)
         print({key: value for key, value in row.items() if key != "questions"}, flush=True)
-        save(asked.json, {**about, "rows": rows})
+        results.add(row)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,9 +1,9 @@
-"""What every benchmark shares: the demo model, and figures written as JSON beside the protocol that gave them."""
+"""What benchmarks share: the demo model and the texts, their options, and compressed models that are kept."""
 
 import argparse
 import hashlib
 import json
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import modegpt
 from modegpt.calibration import draw_windows, load_text, tokenize
-from modegpt.checkpoint import write_json
 from modegpt.commands.demo import model_file
+from modegpt.config import PRESETS
 from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
-from modegpt.report import protocol
+from result_file import RESULTS
 
-RESULTS = Path(__file__).parent / "results"
 SAMPLES, SEQ_LEN = 32, 512
 CALIBRATION = f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens"
 """What most benchmarks calibrate on, as their protocols say it."""
@@ -40,21 +39,65 @@ class Opened(NamedTuple):
 
 
 def parser(description: str | None, result: str) -> argparse.ArgumentParser:
-    """Return a parser with the options of all benchmarks: the model, the text folder and the result file."""
-    arguments = argparse.ArgumentParser(description=description)
+    """Return a parser with what most benchmarks are told: the model, the folder of the texts and the result file."""
+    arguments = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--model", default=None, help="hub name, folder or .gguf (default: SmolLM2-135M-Instruct)")
-    arguments.add_argument("--data", type=Path, default=None, help="folder with wiki.valid.txt and wiki.test.raw")
-    arguments.add_argument(
-        "--cache", type=Path, default=None, help="keep compressed models there, for other benchmarks"
-    )
+    arguments.add_argument("--data", type=Path, default=Path("data"), help="has wiki.valid.txt and wiki.test.raw")
     arguments.add_argument("--json", type=Path, default=RESULTS / result)
     return arguments
+
+
+def add_cache(arguments: argparse.ArgumentParser) -> None:
+    """Add the option `--cache`, which `compressed` reads."""
+    arguments.add_argument("--cache", type=Path, help="keep compressed models there, for other benchmarks")
+
+
+def add_solvers(arguments: argparse.ArgumentParser) -> None:
+    """Add the option `--solver`, of one set of solvers or both."""
+    arguments.add_argument("--solver", nargs="*", default=["paper", "best"], choices=PRESETS)
+
+
+def add_sparsities(arguments: argparse.ArgumentParser, *default: float) -> None:
+    """Add the option `--sparsity`, of several shares."""
+    arguments.add_argument("--sparsity", type=share, nargs="*", default=list(default))
 
 
 def add_seeds(arguments: argparse.ArgumentParser) -> None:
     """Add the option `--seed`, of one number or several."""
     told = "of what `best` and `error` draw: the text that the model writes, and noise"
     arguments.add_argument("--seed", type=int, nargs="*", default=[0], help=told)
+
+
+def add_settings(arguments: argparse.ArgumentParser) -> None:
+    """Add the option `--settings`: which models are compared."""
+    told = "CompressionConfig, as JSON"
+    arguments.add_argument("--settings", type=settings, nargs="+", required=True, help=told)
+
+
+def share(text: str) -> float:
+    """Read a sparsity."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share between 0 and 1")
+    return value
+
+
+def settings(text: str) -> dict[str, Any]:
+    """Read settings, before anything is measured with others."""
+    try:
+        read = json.loads(text)
+        modegpt.CompressionConfig(**read)
+    except (ValueError, TypeError) as problem:
+        raise argparse.ArgumentTypeError(f"{text}: {problem}") from problem
+    return read
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a benchmark; what is wrong with its call is told in one line."""
+    try:
+        main()
+    except modegpt.ModegptError as problem:
+        raise SystemExit(f"error: {problem}") from problem
 
 
 def draws(solver: str, allocation: str) -> bool:
@@ -74,8 +117,8 @@ def model_name(options: argparse.Namespace) -> str:
 
 def wikitext(options: argparse.Namespace, tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Return the tokens of the validation and of the test text."""
-    folder = options.data or Path("data")
-    valid, test = (load_text(str(folder / file), "evaluation") for file in ("wiki.valid.txt", "wiki.test.raw"))
+    files = (options.data / name for name in ("wiki.valid.txt", "wiki.test.raw"))
+    valid, test = (load_text(str(file), "evaluation") for file in files)
     return tokenize(valid, tokenizer), tokenize(test, tokenizer)
 
 
@@ -89,10 +132,11 @@ def opened(options: argparse.Namespace, samples: int = SAMPLES) -> Opened:
 
 
 def compressed(options: argparse.Namespace, dense: Any, windows: Tensor, config: modegpt.CompressionConfig) -> Any:
-    """Compress, or open what an earlier benchmark with the same settings and tokens left in `--cache`."""
+    """Compress, or open what a benchmark left in `--cache` of the same weights, tokens, settings and source."""
     if options.cache is None:
         return modegpt.compress(dense, windows, config)
-    key = json.dumps([config.as_dict(), dense.config._name_or_path, windows.tolist()])
+    sums = [weight.sum(dtype=torch.float64).item() for weight in dense.parameters()]
+    key = json.dumps([config.as_dict(), dense.config.to_json_string(), sums, windows.tolist(), _source()])
     folder = options.cache / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not folder.exists():
         options.cache.mkdir(parents=True, exist_ok=True)
@@ -103,22 +147,9 @@ def compressed(options: argparse.Namespace, dense: Any, windows: Tensor, config:
     return model
 
 
-def finished(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows that an earlier run of the same protocol left."""
-    if not path.is_file():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if {key: found[key] for key in about} != about:
-        raise SystemExit(f"{path} was measured under another protocol; move it away, or give another --json")
-    return found["rows"]
-
-
-def save(path: Path, figures: dict[str, Any]) -> None:
-    """Write the figures with command, versions and machine beside them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = protocol()
-    # Where compressed models or finished rows are kept, or another program's source is, changes no figure.
-    command = re.sub(r" --(?:cache|out)[ =]('[^']*'|\S+)", "", "python " + about["command"])
-    about["command"] = re.sub(r"(--converter[ =])\S*/", r"\1llama.cpp/", command)
-    write_json({**about, **figures}, path)
-    print(f"wrote {path}")
+def _source() -> str:
+    """Return a digest of this package's source, by which figures of another one are not taken for its own."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(modegpt.__file__).parent.rglob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

@@ -22,7 +22,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from common import RESULTS, save
+from common import run, share
+from modegpt.config import PRESETS
+from result_file import RESULTS, save
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -147,8 +149,8 @@ def main() -> None:
     arguments.add_argument("--layers", type=int, nargs="*", help="depths to measure (default: the shape's own)")
     arguments.add_argument("--samples", type=int, default=8)
     arguments.add_argument("--seq-len", type=int, default=256)
-    arguments.add_argument("--sparsity", type=float, default=0.3)
-    arguments.add_argument("--solver", nargs="*", default=["paper"])
+    arguments.add_argument("--sparsity", type=share, default=0.3)
+    arguments.add_argument("--solver", nargs="*", default=["paper"], choices=PRESETS)
     arguments.add_argument("--batch-size", type=int)
     arguments.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     arguments.add_argument("--device", default="cpu")
@@ -182,4 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,56 +7,45 @@ calibrated on the first 16 windows of 512 tokens of WikiText-2's validation text
     python benchmarks/faithful.py --data FOLDER
 """
 
-import torch
+from typing import Any
 
 import modegpt
-from common import SEQ_LEN, model_name, opened, parser, save
+from common import SEQ_LEN, model_name, opened, parser, run
+from result_file import Results
 
 VARIANTS = {"mlp": ("mlp",), "query-key": ("qk",), "value-output": ("vo",), "all": ("mlp", "qk", "vo")}
 SPARSITY, SAMPLES, EVAL_WINDOWS = 0.25, 16, 12
 
 
 def main() -> None:
+    """Compress each module, then all, and measure what is not in the result file yet."""
     options = parser(__doc__, "faithful.json").parse_args()
+    protocol = {
+        "sparsity": SPARSITY,
+        "solver": "paper",
+        "allocation": "uniform",
+        "dtype": "float32",
+        "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
+        "evaluation": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
+    }
+    results = Results(options.json, {"model": model_name(options), "protocol": protocol})
     dense, _tokenizer, windows, _valid, test = opened(options, SAMPLES)
-
-    def perplexity(model: torch.nn.Module) -> float:
-        return modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
-
-    rows = [{"modules": "dense", "perplexity": perplexity(dense)}]
-    print(rows[-1])
-    for label, modules in VARIANTS.items():
-        config = modegpt.CompressionConfig(
-            sparsity=SPARSITY, solver="paper", modules=modules, samples=SAMPLES, seq_len=SEQ_LEN
-        )
-        model = modegpt.compress(dense, windows, config)
-        report = model.modegpt_report
-        rows.append(
-            {
-                "modules": label,
-                "perplexity": perplexity(model),
-                "sparsity": report["sparsity"],
-                "ranks": report["layers"][0]["ranks"],
-                "seconds": report["seconds"],
-            }
-        )
-        print(rows[-1])
-    save(
-        options.json,
-        {
-            "model": model_name(options),
-            "protocol": {
-                "sparsity": SPARSITY,
-                "solver": "paper",
-                "allocation": "uniform",
-                "dtype": "float32",
-                "calibration": f"wiki.valid.txt, first {SAMPLES} x {SEQ_LEN} tokens",
-                "evaluation": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
-            },
-            "rows": rows,
-        },
-    )
+    for label, modules in {"dense": None, **VARIANTS}.items():
+        if results.has({"modules": label}):
+            continue
+        model, about = dense, {}
+        if modules is not None:
+            config = modegpt.CompressionConfig(
+                sparsity=SPARSITY, solver="paper", modules=modules, samples=SAMPLES, seq_len=SEQ_LEN
+            )
+            model = modegpt.compress(dense, windows, config)
+            report = model.modegpt_report
+            about = {key: report[key] for key in ("sparsity", "seconds")} | {"ranks": report["layers"][0]["ranks"]}
+        perplexity = modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
+        row: dict[str, Any] = {"modules": label, "perplexity": perplexity, **about}
+        print(row, flush=True)
+        results.add(row)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -38,7 +38,8 @@ from transformers import (
 )
 
 import modegpt
-from common import RESULTS, finished, save
+from common import run
+from result_file import RESULTS, Results
 
 WIDTH, LAYERS, HEADS, VOCABULARY, LENGTH = 128, 4, 4, 2048, 256
 BATCH, STEPS, WARMUP, RATE = 16, 2200, 100, 3e-3
@@ -188,14 +189,20 @@ def main() -> None:
             "figures": "rise of log perplexity over the dense model",
         }
     }
-    rows = finished(asked.json, about)
-    todo = [family for family in FAMILIES if not any(row["family"] == family for row in rows)]
+    results, failed = Results(asked.json, about), []
+    todo = [family for family in FAMILIES if not results.has({"family": family})]
     with ProcessPoolExecutor(asked.jobs, get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(measure, family, asked) for family in todo]):
-            rows += future.result()
-            rows.sort(key=lambda row: (list(FAMILIES).index(row["family"]), row["sparsity"]))
-            save(asked.json, {**about, "rows": rows})
+        running = {pool.submit(measure, family, asked): family for family in todo}
+        for future in as_completed(running):
+            if (problem := future.exception()) is not None:
+                failed.append(f"{running[future]}: {problem}")
+                continue
+            results.rows += future.result()
+            results.rows.sort(key=lambda row: (list(FAMILIES).index(row["family"]), row["sparsity"]))
+            results.write()
+    if failed:
+        raise SystemExit("not measured: " + "; ".join(failed))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

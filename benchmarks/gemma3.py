@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 import modegpt
-from common import finished, parser, save, wikitext
+from common import add_sparsities, parser, run, wikitext
 from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
+from result_file import Results
 
-SPARSITIES = (0.1, 0.2, 0.3)
 METHODS = (("paper", "uniform"), ("best", "uniform"), ("best", "error"))
 """Solvers and allocation."""
 SAMPLES, SEQ_LEN, EVAL_WINDOWS = 16, 512, 12
@@ -49,7 +49,7 @@ def begun(tokens: torch.Tensor, n_windows: int, tokenizer: Any) -> torch.Tensor:
 def main() -> None:
     """Compress with every method at every sparsity, and measure each that is not in the result file yet."""
     arguments = parser(__doc__, "gemma3.json")
-    arguments.add_argument("--sparsity", type=float, nargs="*", default=SPARSITIES)
+    add_sparsities(arguments, 0.1, 0.2, 0.3)
     options = arguments.parse_args()
     dense, tokenizer = open_dense(options.model)
     valid, test = wikitext(options, tokenizer)
@@ -65,13 +65,15 @@ def main() -> None:
         "evaluation": f"wiki.test.raw, first {EVAL_WINDOWS} x {SEQ_LEN - 1} tokens, each behind <bos>",
     }
     about = {"model": Path(options.model or MODEL).name, "protocol": protocol}
-    rows = finished(options.json, about) or [{"solver": "dense", "sparsity": 0.0, **measure(dense)}]
+    results = Results(options.json, about)
+    if not results.rows:
+        results.add({"solver": "dense", "sparsity": 0.0, **measure(dense)})
     for sparsity, (solver, allocation) in itertools.product(options.sparsity, METHODS):
         known = {"solver": solver, "allocation": allocation, "sparsity": sparsity}
-        if any(known.items() <= row.items() for row in rows):
+        if results.has(known):
             continue
-        removed = [row["achieved"]["blocks"] for row in rows if row["sparsity"] == sparsity and "achieved" in row]
-        asked = sparsity if allocation == "uniform" else removed[0]
+        measured = [row for row in results.rows if row["sparsity"] == sparsity]
+        asked = sparsity if allocation == "uniform" else measured[0]["achieved"]["blocks"]
         config = modegpt.CompressionConfig(
             sparsity=asked, solver=solver, allocation=allocation, samples=SAMPLES, seq_len=SEQ_LEN
         )
@@ -85,10 +87,9 @@ def main() -> None:
             "warnings": report["warnings"],
             "seconds": report["seconds"]["total"],
         }
-        rows.append(row)
         print(row, flush=True)
-        save(options.json, {**about, "rows": rows})
+        results.add(row)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,7 +12,6 @@ Differences under 0.004 on `like` and 0.015 on the others decide nothing.
     python benchmarks/held_out.py --data FOLDER --instruct FILE --passages FILE --settings '{"sparsity": 0.3}'
 """
 
-import json
 import math
 from pathlib import Path
 
@@ -21,10 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, SAMPLES, SEQ_LEN, compressed, finished, model_name, opened, parser, save
+from common import CALIBRATION, SAMPLES, SEQ_LEN, add_cache, add_settings, compressed, model_name, opened, parser, run
 from modegpt.calibration import load_text, tokenize
 from modegpt.measuring.local_tasks import read_task
 from modegpt.running.damage import divergence
+from result_file import Results
 
 EVAL_WINDOWS = 24
 PASSAGES = 800
@@ -58,7 +58,8 @@ def main() -> None:
     arguments = parser(__doc__, "held_out.json")
     arguments.add_argument("--instruct", type=Path, required=True, help="JSON lines with `text`")
     arguments.add_argument("--passages", type=Path, required=True, help="JSON lines with `query`: passage and question")
-    arguments.add_argument("--settings", type=json.loads, nargs="+", required=True, help="CompressionConfig, as JSON")
+    add_cache(arguments)
+    add_settings(arguments)
     asked = arguments.parse_args()
     protocol = {
         "dtype": "float32",
@@ -67,7 +68,7 @@ def main() -> None:
         f"{asked.instruct.name}, passages of {asked.passages.name}",
     }
     about = {"model": model_name(asked), "protocol": protocol}
-    rows = finished(asked.json, about)
+    results = Results(asked.json, about)
     dense, tokenizer, windows, valid, _test = opened(asked)
     texts = {
         "like": spread(valid[SAMPLES * SEQ_LEN :]),
@@ -78,20 +79,21 @@ def main() -> None:
     def logs(model: PreTrainedModel) -> dict[str, float]:
         return {key: math.log(modegpt.perplexity(model, text, SEQ_LEN).perplexity) for key, text in texts.items()}
 
-    if not rows:
-        rows.append({"settings": None, "log_perplexity": logs(dense)})
+    if not results.rows:
+        results.add({"settings": None, "log_perplexity": logs(dense)})
+    first = results.rows[0]["log_perplexity"]
     for settings in asked.settings:
-        if any(row["settings"] == settings for row in rows):
+        if any(row["settings"] == settings for row in results.rows):
             continue
         model = compressed(asked, dense, windows, modegpt.CompressionConfig(**settings))
         found = logs(model)
-        rise = {key: value - rows[0]["log_perplexity"][key] for key, value in found.items()}
+        rise = {key: value - first[key] for key, value in found.items()}
         far = {key: mean_divergence(dense, model, text) for key, text in texts.items()}
-        rows.append({"settings": settings, "log_perplexity": found, "rise": rise, "divergence": far})
-        rows[-1]["seconds"] = model.modegpt_report["seconds"]
-        print(rows[-1], flush=True)
-        save(asked.json, {**about, "rows": rows})
+        row = {"settings": settings, "log_perplexity": found, "rise": rise, "divergence": far}
+        row["seconds"] = model.modegpt_report["seconds"]
+        print(row, flush=True)
+        results.add(row)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,7 +1,8 @@
 """Kills a run with SIGKILL at random moments, resumes it, and compares the files with those of an undisturbed run.
 
-A Llama of 24 layers with random weights, on the command line as a user would run it. The moments are uniform over the
-undisturbed run's life, from before the first block to the last rename.
+A Llama of 24 layers with random weights, on the command line as a user would run it. The moments of every other trial
+are uniform over the undisturbed run's life, from its start to the last rename, and those of the rest over the part of
+it in which finished blocks are on disk.
 
     python benchmarks/kill_and_resume.py --trials 10
 """
@@ -21,8 +22,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from common import RESULTS, save
+from common import run
 from compress_speed import write_random_checkpoint
+from result_file import RESULTS, save
 
 
 def make_model(folder: Path) -> None:
@@ -43,6 +45,24 @@ def make_model(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def on_disk(out: Path) -> int:
+    """Return how many finished blocks an unfinished run has on disk."""
+    return len(list((out.with_name(out.name + ".partial") / "layers").glob("*.safetensors")))
+
+
+def lived(command: list[str], out: Path) -> tuple[float, float]:
+    """Run undisturbed; return the seconds until the first finished block was on disk, and in all."""
+    start, begun = time.perf_counter(), None
+    process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        if begun is None and on_disk(out):
+            begun = time.perf_counter() - start
+        time.sleep(0.01)
+    if process.returncode or begun is None:
+        raise SystemExit(f"the undisturbed run ended with {process.returncode}: {' '.join(command)}")
+    return begun, time.perf_counter() - start
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """Return every file that must not depend on how the run went: all but the report, which holds times."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "report.json"}
@@ -61,17 +81,15 @@ def main() -> None:
     make_model(scratch / "dense")
     command = [sys.executable, "-m", "modegpt", "compress", str(scratch / "dense"), "--sparsity", "0.3", "--resume"]
     command += ["--calibration", "python-docs", "--samples", "16", "--seq-len", "256", "--allocation", "influence"]
-    start = time.perf_counter()
-    subprocess.run([*command, "--out", str(scratch / "whole")], check=True, capture_output=True)
-    life = time.perf_counter() - start
+    begun, life = lived(command, scratch / "whole")
     expected = files(scratch / "whole")
-    for _ in range(options.trials):
-        out, moment = scratch / "out", rng.uniform(0, life)
+    for trial in range(options.trials):
+        out, moment = scratch / "out", rng.uniform(begun if trial % 2 else 0, life)
         process = subprocess.Popen([*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         time.sleep(moment)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        finished = len(list((scratch / "out.partial" / "layers").glob("*.safetensors")))
+        finished = on_disk(out)
         whole_at_kill = out.exists()
         subprocess.run([*command, "--out", str(out)], check=True, capture_output=True)
         row = {"killed_after_share": moment / life, "layers_on_disk": finished, "output_complete": whole_at_kill}
@@ -79,11 +97,11 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         shutil.rmtree(out)
+        equal = sum(row["equal"] for row in rows)
+        save(options.json, {"protocol": {"layers": 24, "trials": len(rows)}, "equal": equal, "rows": rows})
     shutil.rmtree(scratch)
-    equal = sum(row["equal"] for row in rows)
-    save(options.json, {"protocol": {"layers": 24, "trials": options.trials}, "equal": equal, "rows": rows})
     print(f"{equal} of {options.trials} bit-equal")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,10 +9,11 @@ import time
 import torch
 
 import modegpt
-from common import default_model, model_name, parser, save
+from common import default_model, model_name, parser, run
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
+from result_file import save
 
 SAMPLES, SEQ_LEN, SPARSITY, REPEATS = 16, 512, 0.25, 3
 
@@ -45,7 +46,13 @@ def main() -> None:
         options.json,
         {
             "model": model_name(options),
-            "protocol": {"tokens": f"{SAMPLES} x {SEQ_LEN}", "sparsity": SPARSITY, "solver": "paper"},
+            "protocol": {
+                "calibration": "python-docs",
+                "tokens": f"{SAMPLES} x {SEQ_LEN}",
+                "sparsity": SPARSITY,
+                "solver": "paper",
+                "dtype": "float32",
+            },
             "ratio_median": statistics.median(ratios),
             "ratios": ratios,
             "seconds": stages,
@@ -54,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

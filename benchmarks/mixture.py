@@ -11,7 +11,6 @@ of `wiki.test.raw`. The two solvers are timed in turn in one process. Nothing is
 The mixture takes an hour to make on two cores, and is kept in `--made`; the lines of `--instruct` have a `text`.
 """
 
-import argparse
 import json
 import math
 from contextlib import ExitStack
@@ -25,8 +24,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, SAMPLES, SEQ_LEN, Opened, finished, model_name, opened, parser, save
+from common import CALIBRATION, SAMPLES, SEQ_LEN, Opened, model_name, opened, parser, run
 from modegpt.observing.experts import run_in_turn
+from result_file import Results
 
 EXPERTS, CHOSEN = 8, 5
 STEPS, BATCH, WARMUP, RATE = 200, 2, 10, 3e-4
@@ -154,7 +154,6 @@ def make(start: Opened, instruct: Path, folder: Path) -> None:
 def main() -> None:
     """Make the mixture unless it is there, and measure both solvers at each sparsity."""
     arguments = parser(__doc__, "mixture.json")
-    arguments.formatter_class = argparse.RawDescriptionHelpFormatter
     arguments.add_argument("--instruct", type=Path, required=True)
     arguments.add_argument("--made", type=Path, required=True, help="folder of the mixture")
     asked = arguments.parse_args()
@@ -168,7 +167,6 @@ def main() -> None:
     def perplexity(model: Any) -> float:
         return modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
 
-    dense = perplexity(mixture)
     about = {
         "model": model_name(asked),
         "protocol": {
@@ -179,12 +177,14 @@ def main() -> None:
             "allocation": "uniform",
             "dtype": "float32",
             "seconds": f"of {REPEATS} runs in turn",
-            "dense": dense,
         },
     }
-    rows = finished(asked.json, about)
+    results = Results(asked.json, about)
+    if not results.rows:
+        results.add({"solver": "dense", "sparsity": 0.0, "perplexity": perplexity(mixture)})
+    dense = results.rows[0]["perplexity"]
     for sparsity in SPARSITIES:
-        if any(row["sparsity"] == sparsity for row in rows):
+        if results.has({"sparsity": sparsity}):
             continue
         new = {solver: {"sparsity": sparsity, "solver": solver, "seconds": []} for solver in ("paper", "best")}
         for repeat in range(REPEATS):
@@ -200,9 +200,8 @@ def main() -> None:
                 del model
         times = [median(each["total"] for each in row["seconds"]) for row in new.values()]
         print(sparsity, [row["perplexity"] for row in new.values()], times, times[1] / times[0], flush=True)
-        rows += new.values()
-        save(asked.json, {**about, "rows": rows})
+        results.add(*new.values())
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

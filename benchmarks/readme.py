@@ -6,7 +6,10 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from common import RESULTS
+from result_file import RESULTS
+
+MODEL = "SmolLM2-135M-Instruct"
+"""What the file of the demo model is called in text."""
 
 
 def load(name: str) -> dict[str, Any] | None:

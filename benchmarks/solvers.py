@@ -19,10 +19,25 @@ from pathlib import Path
 from typing import Any
 
 import modegpt
-from common import SAMPLES, SEQ_LEN, add_seeds, compressed, draws, finished, model_name, opened, parser, save
+from common import (
+    SAMPLES,
+    SEQ_LEN,
+    add_cache,
+    add_seeds,
+    add_solvers,
+    add_sparsities,
+    compressed,
+    draws,
+    model_name,
+    opened,
+    parser,
+    run,
+)
 from modegpt.baselines import shortgpt
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.comparing.scored import Scored
+from modegpt.config import ALLOCATIONS
+from result_file import Results
 
 EVAL_WINDOWS = 48
 
@@ -30,10 +45,12 @@ EVAL_WINDOWS = 48
 def options() -> argparse.Namespace:
     """Return the command line's choices."""
     arguments = parser(__doc__, "solvers.json")
-    arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.1, 0.2, 0.3, 0.4, 0.5])
-    arguments.add_argument("--allocation", nargs="*", default=["uniform"])
-    arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
-    arguments.add_argument("--parts", nargs="*", default=["all"], help="all, or modules to compress alone")
+    add_cache(arguments)
+    add_sparsities(arguments, 0.1, 0.2, 0.3, 0.4, 0.5)
+    arguments.add_argument("--allocation", nargs="*", default=["uniform"], choices=ALLOCATIONS)
+    add_solvers(arguments)
+    parts = ("all", *modegpt.config.MODULES)
+    arguments.add_argument("--parts", nargs="*", default=["all"], choices=parts, help="all, or modules alone")
     arguments.add_argument("--calibration", default=None, help="another text (default: wiki.valid.txt of --data)")
     add_seeds(arguments)
     return arguments.parse_args()
@@ -62,14 +79,14 @@ def main() -> None:
         "test": f"wiki.test.raw, first {EVAL_WINDOWS} windows of {SEQ_LEN} tokens",
     }
     about = {"model": model_name(asked), "protocol": protocol}
-    rows = finished(asked.json, about)
+    results = Results(asked.json, about)
     dense, tokenizer, windows, _valid, test = opened(asked)
     if asked.calibration is not None:
         tokens = tokenize(load_text(asked.calibration, "calibration"), tokenizer)
         windows = draw_windows(tokens, SAMPLES, SEQ_LEN, "sequential", 0, asked.calibration)
     scored = Scored(dense, windows)
     for row in wanted(asked):
-        if any(row.items() <= done.items() for done in rows):
+        if results.has(row):
             continue
         if row["method"] == "dense":
             model = dense
@@ -91,10 +108,9 @@ def main() -> None:
             report = model.modegpt_report
             row |= {"achieved": report["sparsity"], "seconds": report["seconds"]}
         row["perplexity"] = modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
-        rows.append(row)
         print(row, flush=True)
-        save(asked.json, {**about, "rows": rows})
+        results.add(row)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from common import RESULTS, default_model, save
+from common import default_model, run, share
 from modegpt.architectures import architecture_of
 from modegpt.benchmark import BenchSettings, benchmark
 from modegpt.checkpoint import build, compressed_config
 from modegpt.loading.models import open_model
 from modegpt.modeling_modegpt import decoder_layers, shrink_block
 from modegpt.running.surgery import split_rank
+from result_file import RESULTS, save
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4},
@@ -98,13 +99,28 @@ def measure(name: str, dense: PreTrainedModel, sparsity: float, options: argpars
     return rows
 
 
-def main() -> None:
-    def numbers(text: str) -> tuple[int, ...]:
-        return tuple(int(part) for part in text.split(","))
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
+
+def shares(text: str) -> tuple[float, ...]:
+    return tuple(share(part) for part in text.split(","))
+
+
+def shapes(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in ("smollm2", *SHAPES)]:
+        raise argparse.ArgumentTypeError(f"no shape is called {unknown[0]}; there are smollm2, {', '.join(SHAPES)}")
+    return names
+
+
+def main() -> None:
+    """Measure every shape, and write its rows when it is done."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--shapes", default="smollm2,0.5b", help=f"smollm2, {', '.join(SHAPES)}; with commas")
-    arguments.add_argument("--sparsities", default="0.3,0.05")
+    arguments.add_argument(
+        "--shapes", type=shapes, default=("smollm2", "0.5b"), help=f"smollm2, {', '.join(SHAPES)}; with commas"
+    )
+    arguments.add_argument("--sparsities", type=shares, default=(0.3, 0.05))
     arguments.add_argument("--batch-sizes", type=numbers, default=(1,))
     arguments.add_argument("--lengths", type=numbers, default=(256,))
     arguments.add_argument("--new-tokens", type=int, default=32)
@@ -118,17 +134,18 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
     dtype, rows = getattr(torch, options.dtype), []
-    for shape in options.shapes.split(","):
+    settings = ("dtype", "device", "threads", "repeats", "round_to", "compile")
+    about = {key: getattr(options, key) for key in settings}
+    path = options.json or RESULTS / f"speed_{options.device.split(':')[0]}.json"
+    for shape in options.shapes:
         if shape == "smollm2":
             dense = open_model(default_model(None), dtype, options.device)
         else:
             dense = random_model(shape, dtype, options.device)
-        for sparsity in map(float, options.sparsities.split(",")):
+        for sparsity in options.sparsities:
             rows += measure(shape, dense, sparsity, options)
-    settings = ("dtype", "device", "threads", "repeats", "round_to", "compile")
-    about = {key: getattr(options, key) for key in settings}
-    save(options.json or RESULTS / f"speed_{options.device.split(':')[0]}.json", {"protocol": about, "rows": rows})
+            save(path, {"protocol": about, "rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

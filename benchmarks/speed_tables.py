@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from readme import load, section, table
+from readme import MODEL, load, section, table
 
 
 @section("speed_cpu.json")
@@ -76,12 +76,12 @@ def _compiled_on_gpu(data: dict[str, Any]) -> str:
 @section("lean.json")
 def lean(data: dict[str, Any]) -> str:
     """Return the section on what compressing costs."""
-    spread = f"{min(data['ratios']):.2f} to {max(data['ratios']):.2f}"
-    about = data["protocol"]
+    about, ratios = data["protocol"], data["ratios"]
     return (
-        f"**What compressing costs.** With `{about['solver']}` {data['ratio_median']:.1f} times one plain forward pass "
-        f"over the same {about['tokens']} tokens,\nin one process ({spread} over {len(data['ratios'])} repeats, "
-        "`benchmarks/lean.py`). The paper reports 4 h 09 m for Llama-2 7B on one A100."
+        f"**What compressing costs.** {MODEL}, {about['dtype']}: with `{about['solver']}` {data['ratio_median']:.1f} "
+        f"times one plain forward pass over the same\n{about['tokens']} tokens of {about['calibration']}, in one "
+        f"process ({min(ratios):.2f} to {max(ratios):.2f} over {len(ratios)} repeats, `benchmarks/lean.py`).\n"
+        "The paper reports 4 h 09 m for Llama-2 7B on one A100."
     )
 
 
@@ -126,7 +126,7 @@ def compressing_on_gpu() -> str:
                     f"`{row['solver']}`",
                     f"{row['layers']} of {n_layers}",
                     f"{row['seconds']['total']:.0f} s",
-                    f"{whole / 60:.0f} min" + (", extrapolated" if row["layers"] < n_layers else ""),
+                    _duration(whole) + (", extrapolated" if row["layers"] < n_layers else ""),
                     "" if memory is None else f"{memory / 1e9:.0f} GB",
                 ]
             )
@@ -139,10 +139,16 @@ def compressing_on_gpu() -> str:
     )
 
 
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 600 else f"{seconds:.0f} s"
+
+
 @section("kill_and_resume.json")
 def resuming(data: dict[str, Any]) -> str:
     """Return the section on runs that were killed."""
+    begun = sum(row["layers_on_disk"] > 0 for row in data["rows"])
     return (
         f"**A killed run loses nothing.** {data['equal']} of {data['protocol']['trials']} runs killed with SIGKILL at "
-        "random moments and resumed ended with the bytes\nof an undisturbed run (`benchmarks/kill_and_resume.py`)."
+        f"random moments and resumed, {begun} of them with\nfinished blocks on disk, ended with the bytes of an "
+        "undisturbed run (`benchmarks/kill_and_resume.py`)."
     )

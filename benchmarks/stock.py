@@ -24,9 +24,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, SEQ_LEN, compressed, model_name, opened, parser, save
+from common import CALIBRATION, SEQ_LEN, add_cache, add_sparsities, compressed, model_name, opened, parser, run
+from result_file import save
 
-SPARSITIES = (0.1, 0.2, 0.3)
 EVAL_WINDOWS, GGUF_WINDOWS = 48, 8
 ROUND_TO = 32
 """What blocks of llama.cpp's 8-bit weights are long."""
@@ -36,7 +36,8 @@ ROUNDS, NEW_TOKENS = 7, 64
 def main() -> None:
     """Compress to one width at every sparsity, export, and measure what came out."""
     arguments = parser(__doc__, "stock.json")
-    arguments.add_argument("--sparsity", type=float, nargs="*", default=SPARSITIES)
+    add_cache(arguments)
+    add_sparsities(arguments, 0.1, 0.2, 0.3)
     arguments.add_argument("--converter", type=Path, default=None, help="llama.cpp's convert_hf_to_gguf.py")
     options = arguments.parse_args()
     dense, tokenizer, windows, _valid, test = opened(options)
@@ -154,4 +155,4 @@ def nats(model: Any, window: list[int]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from readme import first_draw, load, noted, risen, section, table
+from readme import MODEL, first_draw, load, noted, risen, section, table
 from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
 from zero_shot_tables import zero_shot
@@ -26,18 +26,25 @@ def headline(data: dict[str, Any]) -> str:
         ("drop layers", None): "whole layers dropped by Block Influence",
     }
     whole = _of_all_modules(data)
-    rows = [
-        [name, *(f"{whole[(*method, share)]['perplexity']:.1f}" for share in shares)]
-        for method, name in methods.items()
-    ]
+    rows = []
+    for method, name in methods.items():
+        found = [whole.get((*method, share)) for share in shares]
+        rows.append([name, *("" if row is None else f"{row['perplexity']:.1f}" for row in found)])
     rows += _best_rival(shares)
     dense = data["rows"][0]["perplexity"]
     return (
         f"WikiText-2 perplexity of SmolLM2-135M-Instruct, {dense:.1f} as it is, after a share of its blocks' "
         f"parameters was removed\n(calibrated on {about['calibration']}; {about['test']};\n"
-        "comparable with one another, not with published figures):\n\n"
+        f"comparable with one another, not with published figures{_removed_by_uniform(whole, shares)}):\n\n"
         + table(["", *(f"{share:.0%}" for share in shares)], rows)
     )
+
+
+def _removed_by_uniform(whole: dict[tuple[str, str | None, float], dict[str, Any]], shares: tuple[float, ...]) -> str:
+    """Return what uniform ranks, which are rounded up, remove of the blocks."""
+    rows = [whole.get(("best", "uniform", share)) for share in shares]
+    removed = ", ".join(f"{row['achieved']['blocks']:.1%}" for row in rows if row is not None)
+    return f";\nuniform ranks, rounded up, remove {removed}" if removed else ""
 
 
 def _best_rival(shares: tuple[float, ...]) -> list[list[str]]:
@@ -48,6 +55,9 @@ def _best_rival(shares: tuple[float, ...]) -> list[list[str]]:
     for row in data["rows"][1:]:
         if row["method"].partition(":")[0] not in ("best", "paper"):
             found.setdefault(row["method"], {})[row["sparsity"]] = row["perplexity"]
+    found = {method: by_share for method, by_share in found.items() if by_share.keys() >= set(shares)}
+    if not found:
+        return []
     best = min(found, key=lambda method: sum(math.log(found[method][share]) for share in shares))
     name = f"`{best}`, the best of {len(found)} [other methods](docs/other-methods.md)"
     return [[name, *(f"{found[best][share]:.1f}" for share in shares)]]
@@ -62,7 +72,7 @@ def faithful(data: dict[str, Any]) -> str:
     ]
     about = data["protocol"]
     return (
-        "**The paper's solvers, module by module.** SmolLM2-135M-Instruct, uniform 25 % (every rank is a whole "
+        f"**The paper's solvers, module by module.** {MODEL}, uniform 25 % (every rank is a whole "
         f"number), {about['dtype']};\ncalibrated on {about['calibration']}; perplexity on {about['evaluation']}\n"
         "(`benchmarks/faithful.py`).\n\n" + table(["compressed", "perplexity", "of the blocks removed"], rows)
     )
@@ -80,7 +90,7 @@ def rivals(data: dict[str, Any]) -> str:
     uniform = ", ".join(f"{row['achieved']:.1%}" for row in data["rows"] if row["method"] == "best")
     return (
         "**Other training-free methods**, written from their papers ([how](docs/other-methods.md)). "
-        f"SmolLM2-135M-Instruct, {about['dtype']},\ncalibrated on {about['calibration']}; perplexity on "
+        f"{MODEL}, {about['dtype']},\ncalibrated on {about['calibration']}; perplexity on "
         f"{about['test']}\n(dense {dense:.1f}), and the rise of its logarithm (`benchmarks/rivals.py`).\n"
         f"`best` with uniform ranks removes {uniform} of the blocks, the others no less than the columns say.\n\n"
         + table(["method", *(f"{share:.0%}" for share in shares)], rows)
@@ -97,10 +107,12 @@ def allocation(data: dict[str, Any]) -> str:
     header = ["rule"] + [f"{sparsity:.0%} {text}" for sparsity in sparsities for text in ("selection", "test")]
     rows = []
     for rule in rules:
-        values = [cell[rule, s][text] for s in sparsities for text in ("selection", "test")]
-        rows.append([f"`{rule}`", *(f"{value:.1f}" for value in values)])
+        values = [cell.get((rule, s), {}).get(text) for s in sparsities for text in ("selection", "test")]
+        rows.append([f"`{rule}`", *("" if value is None else f"{value:.1f}" for value in values)])
+    uniform = ", ".join(f"{row['achieved']['blocks']:.1%}" for row in data["rows"] if row["rule"] == "uniform")
     return (
-        f"**Allocation rules at one budget.** {about['solver']} solvers, calibrated on {about['calibration']};\n"
+        f"**Allocation rules at one budget**, but for `uniform`, which rounds every rank up and removes {uniform}.\n"
+        f"{MODEL}, `{about['solver']}`, {about['dtype']}, calibrated on {about['calibration']};\n"
         f"`selection` is {about['selection']} (dense {dense['selection']:.1f}), on which\n"
         f"the default was chosen; `test` is {about['test']} (dense {dense['test']:.1f}; "
         "`benchmarks/allocation.py`).\n\n" + table(header, rows)
@@ -172,7 +184,7 @@ def _solver_table(data: dict[str, Any]) -> str:
     rows = [[*names, *(cells.get(sparsity, "") for sparsity in sparsities)] for names, cells in sorted(lines.items())]
     header = ["compressed by", "allocation", *(f"{sparsity:.0%}" for sparsity in sparsities)]
     return (
-        f"{about['dtype']}, calibrated on {about['calibration']};\n"
+        f"{MODEL}, {about['dtype']}, calibrated on {about['calibration']};\n"
         f"perplexity on {about['test']} (dense {dense:.1f}), and the rise of its logarithm\n"
         "(`benchmarks/solvers.py`).\n\n" + table(header, rows)
     )
@@ -186,15 +198,13 @@ def gemma3(data: dict[str, Any]) -> str:
     cell = {((row["solver"], row["allocation"]), row["sparsity"]): row for row in measured}
     rows = []
     for sparsity in sorted({row["sparsity"] for row in measured}):
-        found = [cell[method, sparsity] for method in methods]
-        removed = found[0]["achieved"]["blocks"]
-        rows.append([f"{sparsity:.0%}", f"{removed:.1%}", *(f"{row['perplexity']:.1f}" for row in found)])
+        found = [cell.get((method, sparsity)) for method in methods]
+        removed = next(row["achieved"]["blocks"] for row in found if row is not None)
+        cells = ("" if row is None else f"{row['perplexity']:.1f}" for row in found)
+        rows.append([f"{sparsity:.0%}", f"{removed:.1%}", *cells])
     header = ["sparsity", "of the blocks removed", *(f"`{solver}`, `{rule}`" for solver, rule in methods)]
-    seconds = {
-        method: sum(row["seconds"] for row in measured if (row["solver"], row["allocation"]) == method)
-        for method in methods
-    }
-    ratio = seconds["best", "uniform"] / seconds["paper", "uniform"]
+    timed = [share for method, share in cell if method == methods[-1]]
+    paper, best = (sum(cell[(solver, "uniform"), share]["seconds"] for share in timed) for solver in ("paper", "best"))
     by_error = "; `error` was asked for what `uniform` removed" if ("best", "error") in methods else ""
     return (
         "**Gemma 3 270M**, its 4-bit weights unpacked; queries and keys are normalised and stay whole, and under "
@@ -203,7 +213,7 @@ def gemma3(data: dict[str, Any]) -> str:
         f"perplexity on {about['evaluation']}\n"
         f"(dense {dense['perplexity']:.1f}; `benchmarks/gemma3.py`).\n\n"
         + table(header, rows)
-        + f"\n\nUnder `uniform` compressing took {ratio:.1f} times as long with `best` as with `paper`."
+        + f"\n\nUnder `uniform` compressing took {best / paper:.1f} times as long with `best` as with `paper`."
     )
 
 
@@ -230,18 +240,19 @@ def families(data: dict[str, Any]) -> str:
 @section("mixture.json")
 def mixture(data: dict[str, Any]) -> str:
     """Return the section on a mixture of experts made of SmolLM2."""
-    about, found = data["protocol"], {(row["solver"], row["sparsity"]): row for row in data["rows"]}
+    about, dense, *measured = data["protocol"], *data["rows"]
+    found = {(row["solver"], row["sparsity"]): row for row in measured}
     rows = []
-    for sparsity in sorted({row["sparsity"] for row in data["rows"]}):
+    for sparsity in sorted({row["sparsity"] for row in measured}):
         pair = [found[solver, sparsity] for solver in ("paper", "best")]
         seconds = [median(each["total"] for each in row["seconds"]) for row in pair]
-        cells = [risen(row["perplexity"], about["dense"]) for row in pair]
+        cells = [risen(row["perplexity"], dense["perplexity"]) for row in pair]
         rows.append([f"{sparsity:.0%}", *cells, f"{seconds[1] / seconds[0]:.1f}"])
     text = (
         "**A mixture of experts**, made of SmolLM2-135M-Instruct as no small trained one is at hand: its neurons\n"
         f"dealt to {about['mixture']}, and distilled from it ({about['distillation']}).\n"
         f"`{about['allocation']}`, {about['dtype']}, calibrated on {about['calibration']};\n"
-        f"perplexity on {about['test']} (dense {about['dense']:.1f}), and\n"
+        f"perplexity on {about['test']} (dense {dense['perplexity']:.1f}), and\n"
         "the rise of its logarithm (`benchmarks/mixture.py`).\n\n"
     )
     header = ["sparsity", "`paper`", "`best`", "time of `best` over `paper`"]

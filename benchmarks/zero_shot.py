@@ -26,10 +26,25 @@ import torch
 from transformers import PreTrainedModel
 
 import modegpt
-from common import CALIBRATION, Opened, add_seeds, compressed, draws, finished, model_name, opened, parser, save
+from common import (
+    CALIBRATION,
+    Opened,
+    add_cache,
+    add_seeds,
+    add_solvers,
+    add_sparsities,
+    compressed,
+    draws,
+    model_name,
+    opened,
+    parser,
+    run,
+)
 from modegpt.commands.progress_bar import ProgressBar
 from modegpt.comparing.scored import Scored
+from modegpt.config import ALLOCATIONS
 from modegpt.measuring.zero_shot import PRESETS, TaskResult, open_tasks
+from result_file import Results
 
 DEFAULTS = modegpt.CompressionConfig()
 
@@ -38,10 +53,11 @@ def options() -> argparse.Namespace:
     arguments = parser(__doc__, "zero_shot.json")
     arguments.add_argument("--tasks", type=Path, default=Path("data"), help="folder with arc_easy.jsonl and the others")
     arguments.add_argument("--names", nargs="*", default=list(PRESETS["paper5"]), help="tasks: names of files there")
-    arguments.add_argument("--sparsity", type=float, nargs="*", default=[0.1, 0.2, 0.3, 0.4, 0.5])
+    add_cache(arguments)
+    add_sparsities(arguments, 0.1, 0.2, 0.3, 0.4, 0.5)
     arguments.add_argument("--limit", type=int, default=1172, help="samples of each task")
-    arguments.add_argument("--solver", nargs="*", default=["paper", "best"])
-    arguments.add_argument("--allocation", default=DEFAULTS.allocation)
+    add_solvers(arguments)
+    arguments.add_argument("--allocation", default=DEFAULTS.allocation, choices=ALLOCATIONS)
     add_seeds(arguments)
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--batch-size", type=int, help="requests at once (default: as `eval` chooses it)")
@@ -54,7 +70,7 @@ def wanted(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield what each row compares."""
     yield {"solver": "dense", "sparsity": 0.0, "seed": 0}
     for solver in asked.solver:
-        for seed in asked.seed if draws(solver, asked.allocation) else asked.seed[:1]:
+        for seed in asked.seed if draws(solver, asked.allocation) else [0]:
             for sparsity in asked.sparsity:
                 yield {"solver": solver, "sparsity": sparsity, "seed": seed}
 
@@ -87,10 +103,8 @@ def figures(task: TaskResult) -> dict[str, Any]:
     return {**{key: getattr(task, key) for key in kept}, "right": right}
 
 
-def measure(
-    asked: argparse.Namespace, about: dict[str, Any], todo: list[dict[str, Any]], file: Path, rows: list[dict[str, Any]]
-) -> None:
-    """Measure what is to be done, and write it to a file beside the rows that are there, each row as it is done."""
+def measure(asked: argparse.Namespace, todo: list[dict[str, Any]], results: Results) -> None:
+    """Measure what is to be done, and write each row as it is done."""
     if not todo:
         return
     tasks = open_tasks([str(asked.tasks / f"{task}.jsonl") for task in asked.names])
@@ -107,15 +121,15 @@ def measure(
             )
         row["tasks"] = {task.task: figures(task) for task in result.tasks}
         row |= {"mean": result.mean._asdict(), "seconds": round(time.perf_counter() - start, 1), "device": where}
-        rows.append(row)
         told = ("solver", "sparsity", "seed", "mean", "seconds")
         print({key: row[key] for key in told}, flush=True)
-        keep(file, about, rows)
+        results.rows.append(row)
+        keep(results)
 
 
-def keep(file: Path, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    rows.sort(key=itemgetter("sparsity", "solver", "seed"))
-    save(file, {**about, "rows": rows})
+def keep(results: Results) -> None:
+    results.rows.sort(key=itemgetter("sparsity", "solver", "seed"))
+    results.write()
 
 
 def share_out(asked: argparse.Namespace) -> bool:
@@ -138,13 +152,13 @@ def part_file(asked: argparse.Namespace, part: int | str) -> Path:
     return asked.json.with_suffix(f".part{part}.json")
 
 
-def gather(asked: argparse.Namespace, about: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def gather(asked: argparse.Namespace, about: dict[str, Any], results: Results) -> None:
     """Add to the rows, and to their file, what processes left beside it."""
     files = sorted(asked.json.parent.glob(part_file(asked, "*").name))
     for file in files:
-        rows += finished(file, about)
+        results.rows += Results(file, about).rows
     if files:
-        keep(asked.json, about, rows)
+        keep(results)
     for file in files:
         file.unlink()
 
@@ -161,24 +175,24 @@ def main() -> None:
         "calibration": CALIBRATION,
     }
     about = {"model": model_name(asked), "protocol": protocol}
-    rows = finished(asked.json, about)
+    results = Results(asked.json, about)
     if not asked.part:
-        gather(asked, about, rows)
-    todo = [row for row in wanted(asked) if not any(row.items() <= done.items() for done in rows)]
+        gather(asked, about, results)
+    todo = [row for row in wanted(asked) if not results.has(row)]
     if asked.part:
         part, parts = asked.part
         own = todo[len(todo) * part // parts : len(todo) * (part + 1) // parts]
-        measure(asked, about, own, part_file(asked, part), [])
+        measure(asked, own, Results(part_file(asked, part), about))
     elif asked.jobs > 1 and todo:
         try:
             done = share_out(asked)
         finally:
-            gather(asked, about, rows)
+            gather(asked, about, results)
         if not done:
             raise SystemExit("some rows were not measured; the same command goes on with them")
     else:
-        measure(asked, about, todo, asked.json, rows)
+        measure(asked, todo, results)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

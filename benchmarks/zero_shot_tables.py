@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from modegpt.measuring.paired import compare
-from readme import load, noted, table
+from readme import MODEL, load, noted, table
 
 MEANS = (("mean", "acc_norm"), ("mean of `acc`", "acc"))
 """What tables call the means over tasks, and their keys."""
@@ -68,7 +68,7 @@ def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float]
     fewer = f" ({short})" if short else ""
     text = (
         f"{title} `acc_norm` (`acc` for {' and '.join(plain)}) of the first {about['limit']} samples of each task"
-        f"{fewer}\nthrough lm-eval; `{about['allocation']}`, "
+        f"{fewer}\nthrough lm-eval; {MODEL}, `{about['allocation']}`, {about['dtype']}, "
         f"calibrated on {about['calibration']}.\n"
         f"The standard error of {which} is about {max(errors):.1%} (`benchmarks/zero_shot.py`)."
     )

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import resource
 import shlex
 import sys
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from psutil import Process
 
 from .ranks.whole import LayerSizes
 from .versions import versions
@@ -51,6 +51,10 @@ def budget(
 
 def peak_memory_bytes() -> int:
     """Return the largest resident size of this process so far, in bytes."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return Process().memory_info().peak_wset  # pyright: ignore[reportAttributeAccessIssue]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
