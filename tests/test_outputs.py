@@ -6,11 +6,13 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.table import Table
 
 from command_line import modegpt
+from modegpt.checkpoint import write_json
 from modegpt.commands.shared import check_json, console
 
 
@@ -36,6 +38,20 @@ def test_json_goes_where_a_link_points_to(plan: tuple[object, ...], tmp_path: Pa
         assert modegpt(*plan, "--json", tmp_path / "link").exit_code == 0
     assert (tmp_path / "link").is_symlink()
     assert json.loads((tmp_path / "file").read_text())["layers"]
+
+
+def test_a_killed_write_leaves_the_json_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write, file = Path.write_text, tmp_path / "report.json"
+    write_json({"run": 1}, file)
+
+    def killed(self: Path, text: str, **options: Any) -> int:
+        write(self, text[:5], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_json({"run": 2}, file)
+    assert json.loads(file.read_text()) == {"run": 1}
 
 
 @pytest.mark.parametrize(

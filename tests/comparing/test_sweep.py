@@ -29,22 +29,18 @@ def measures(text: Path, rounds: int = 0) -> Measures:
     return Measures(data=(str(text),), seq_len=64, max_windows=6, rounds=rounds)
 
 
+def timed(model: Path, text: Path, out: Path) -> Result:
+    """Sweep two points with timing and kept models."""
+    own = ["--data", text, "--eval-seq-len", 64, "--max-windows", 6, "--rounds", 2, "--keep-models"]
+    call = ["--sparsity", "0.5,0.25", "--calibration", text, *SMALL, *own, "--json", out.parent / "copy.json"]
+    return modegpt("sweep", model, "--out", out, *call)
+
+
 @pytest.fixture(scope="module")
 def swept(tiny_llama_dir: Path, small_text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     """A sweep of two points with timing and kept models, by the command."""
     out = tmp_path_factory.mktemp("swept") / "sweep"
-    own = ["--data", small_text_file, "--eval-seq-len", 64, "--max-windows", 6, "--rounds", 2, "--keep-models"]
-    call = (
-        "--sparsity",
-        "0.5,0.25",
-        "--calibration",
-        small_text_file,
-        *SMALL,
-        *own,
-        "--json",
-        out.parent / "copy.json",
-    )
-    result = modegpt("sweep", tiny_llama_dir, "--out", out, *call)
+    result = timed(tiny_llama_dir, small_text_file, out)
     assert result.exit_code == 0, result.output
     return out, result
 
@@ -73,6 +69,15 @@ def test_a_point_is_what_compress_and_eval_give(
         # The same weights on the same tokens, through the same code.
         assert entry["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
         assert (entry["tokens"], entry["seq_len"]) == (expected["tokens"], 64)
+
+
+def test_times_of_another_machine_are_not_mixed_in(
+    swept: tuple[Path, Result], tiny_llama_dir: Path, small_text_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("modegpt.comparing.sweep.machine", lambda: {"processor": "another"})
+    result = timed(tiny_llama_dir, small_text_file, swept[0])
+    assert result.exit_code == 2
+    assert "its machine is" in result.stderr
 
 
 def test_the_command_shows_and_writes_the_table(swept: tuple[Path, Result]):
@@ -133,7 +138,9 @@ def test_scores_are_computed_once_and_models_go(tiny_llama_dir: Path, small_text
     assert [folder.name for folder in (tmp_path / "s" / "models").iterdir()] == ["0.3"]
 
 
-def test_other_settings_are_refused_until_overwritten(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+def test_other_settings_are_refused_until_overwritten(
+    tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     call = (tiny_llama_dir, small_text_file, tmp_path / "s", [0.3])
     first = sweep(*call, CONFIG, measures(small_text_file))
     other = CompressionConfig(samples=8, seq_len=64, allocation=RULE, temperature=0.5)
@@ -143,6 +150,9 @@ def test_other_settings_are_refused_until_overwritten(tiny_llama_dir: Path, smal
         sweep(*call, CONFIG, Measures(data=(str(small_text_file),), seq_len=32, max_windows=6, rounds=0))
     with pytest.raises(InputError, match="--max-windows is 6, and 7"):
         sweep(*call, CONFIG, Measures(data=(str(small_text_file),), seq_len=64, max_windows=7, rounds=0))
+    elsewhere = {"processor": "another"}
+    monkeypatch.setattr("modegpt.comparing.sweep.machine", lambda: elsewhere)
+    assert sweep(*call, CONFIG, measures(small_text_file))["points"] == first["points"]  # nothing was timed
     second = sweep(*call, other, measures(small_text_file), overwrite=True)
     assert second["points"][1]["layers"] != first["points"][1]["layers"]
     assert second["points"][0]["perplexity"][0]["nll"] == first["points"][0]["perplexity"][0]["nll"]
@@ -193,6 +203,9 @@ def test_tasks_are_measured_as_eval_does(tiny_llama_dir: Path, small_text_file: 
         assert f"{point['mean']['acc']:.2%}" in result.stdout
     assert (tmp_path / "s" / "accuracy.svg").is_file()
     assert not (tmp_path / "s" / "perplexity.svg").exists()
+    fewer = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call, "--tasks", task, "--limit", 7)
+    assert fewer.exit_code == 2
+    assert "task limit" in fewer.stderr
     task.write_text(task.read_text().replace("a list", "a tuple"))
     again = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call, "--tasks", task, "--limit", 8)
     assert again.exit_code == 2

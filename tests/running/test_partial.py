@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from modegpt import CompressionConfig, InputError, NumericalError
@@ -21,6 +22,7 @@ from modegpt.compress import compress, compress_to_folder
 from modegpt.errors import WriteError
 from modegpt.running import partial
 from modegpt.running.partial import PartialCheckpoint
+from modegpt.running.surgery import BlockOutcome
 
 CONFIG = CompressionConfig(sparsity=0.25, samples=4, seq_len=32, solver="paper")
 WINDOWS = torch.arange(128).view(4, 32)
@@ -161,6 +163,29 @@ def test_the_next_try_clears_hidden_states(tmp_path: Path):
     assert not (folder / "hidden").exists()
 
 
+@pytest.mark.parametrize("kept", [torch.rand(5, 3, dtype=torch.float64), torch.arange(6).view(2, 3)])
+def test_what_all_layers_depend_on_is_kept_to_the_last_bit(tmp_path: Path, kept: torch.Tensor):
+    partial = PartialCheckpoint(tmp_path / "out", RUN, False, False)
+    partial.write_tensor("scores", kept)
+    found = partial.read_tensor("scores")
+    assert found is not None
+    assert found.dtype == kept.dtype
+    assert torch.equal(found, kept)
+
+
+def test_a_layer_has_no_name_before_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    checkpoint = PartialCheckpoint(tmp_path / "out", RUN, False, False)
+
+    def killed(_tensors: object, file: Path, _metadata: object) -> None:
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(partial, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write_layer(0, {"weight": torch.zeros(2)}, BlockOutcome({}, {}))
+    assert not list(checkpoint.folder.rglob("*.safetensors"))
+
+
 @pytest.mark.parametrize("name", ["scores", "coverage"])
 def test_what_a_kill_has_cut_is_made_again(tmp_path: Path, name: str):
     partial = PartialCheckpoint(tmp_path / "out", RUN, False, False)
@@ -272,6 +297,10 @@ def test_files_are_numbered_from_one(tmp_path: Path, tiny_llama_dir: Path, monke
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     assert (tmp_path / "out" / "generation_config.json").is_file()
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    tensors = {name: tensor for file in files for name, tensor in load_file(tmp_path / "out" / file).items()}
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_the_folder_that_is_replaced_stays_until_the_new_one_is_there(
