@@ -13,8 +13,10 @@ import torch
 from tokenizers.processors import TemplateProcessing
 
 from modegpt.calibration import check_source, draw_windows, load_text, tokenize
+from modegpt.config import CompressionConfig
 from modegpt.datasets_known import HUB, HubData, hold_out, hub_text, python_docs
 from modegpt.errors import InputError, MissingExtraError
+from modegpt.running.text import open_text
 
 ALPACA = {"instruction": "Add the numbers.", "input": "2 and 3", "output": "5"}
 
@@ -197,6 +199,25 @@ def test_hub_data_of_one_split_holds_records_out(offline_hub):
     assert hub_text("some", data, "calibration").count("train") == 23
 
 
+def test_the_known_data_sets_are_those_of_the_protocol():
+    """Any of this changed would make figures that are told under these names incomparable."""
+    found = {
+        name: (data.path, data.name, data.calibration, data.evaluation, data.text_field, data.options.get("data_files"))
+        for name, data in HUB.items()
+    }
+    ptb = {"train": "penn_treebank/train/*.parquet", "test": "penn_treebank/test/*.parquet"}
+    c4 = {
+        "train": "en/c4-train.00000-of-01024.json.gz",
+        "validation": "en/c4-validation.00000-of-00008.json.gz",
+    }
+    assert found == {
+        "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", "train", "test", "text", None),
+        "ptb": ("ptb-text-only/ptb_text_only", None, "train", "test", "sentence", ptb),
+        "c4": ("allenai/c4", None, "train[:20000]", "validation[:20000]", "text", c4),
+        "alpaca": ("tatsu-lab/alpaca", None, "train", None, "text", None),
+    }
+
+
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
@@ -268,6 +289,13 @@ def test_tokenize_with_the_smollm2_tokenizer():
     assert tokenizer.decode(tokens) == text
     # English prose is three to five characters a token for a vocabulary of this size.
     assert 3 < len(text) / len(tokens) < 5
+
+
+def test_a_run_is_calibrated_on_the_calibration_split(tiny_llama_dir, tiny_tokenizer):
+    config = CompressionConfig(samples=4, seq_len=64, sampling="sequential")
+    windows = open_text("python-docs", config, str(tiny_llama_dir), None).windows
+    tokens = tokenize(load_text("python-docs", "calibration")[:4096], tiny_tokenizer)
+    assert torch.equal(windows, tokens[: 4 * 64].view(4, 64))
 
 
 def test_sequential_windows_are_the_start_of_the_text():

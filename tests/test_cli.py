@@ -538,8 +538,9 @@ def test_info_refuses_what_is_no_compressed_checkpoint(run: tuple[Path, Result],
     assert_refused(modegpt("info", folder), "no .safetensors file of a model")
 
 
-def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path: Path):
-    stages = []
+def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    stages, texts = [], []
+    monkeypatch.setattr("modegpt.commands.demo.load_text", lambda *text: texts.append(text) or load_text(*text))
     result = run_demo(tmp_path / "kept", False, lambda stage, done, total: stages.append(stage), tiny_llama_dir)
     dense, compressed = result["dense"], result["compressed"]
     found = json.loads(modegpt("info", tmp_path / "kept", "--json", "-").stdout)
@@ -551,6 +552,7 @@ def test_the_demo_compares_the_model_with_itself(tiny_llama_dir: Path, tmp_path:
     assert 350 < dense["perplexity"] < 500
     assert 350 < compressed["perplexity"] < 500
     assert dense["evaluated_tokens"] == compressed["evaluated_tokens"] == 12 * 511
+    assert texts == [("python-docs", "evaluation")]
     assert set(stages) == {"coverage", "compress", "evaluate", "timing"}
     assert json.loads((tmp_path / "kept" / "report.json").read_text())["model"] == str(tiny_llama_dir)
     (tmp_path / "cut.partial").mkdir()

@@ -1,5 +1,6 @@
 """The dry run: what it says is what compress then does."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -73,6 +74,22 @@ def test_a_module_without_a_rank_has_none_in_a_plan_a_report_and_on_the_page(tmp
     cells = {layer: re.findall(r">([^<>]+)</td>", row) for layer, row in rows}
     assert cells["0"][1:4] == [f"{width} of 40", "-", "-"]
     assert cells["3"][1:7] == ["-"] * 6
+
+
+def test_owl_counts_what_is_above_the_threshold_that_was_asked_for():
+    model, windows = small_models()["llama"], torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
+    config = CompressionConfig(sparsity=0.3, allocation="owl", owl_threshold=2.0)
+    found = [layer["score"] for layer in make_plan(model, windows, config)["layers"]]
+    linears = [[part for part in layer.modules() if isinstance(part, torch.nn.Linear)] for layer in model.model.layers]
+    read: dict[torch.nn.Module, torch.Tensor] = {}
+    for linear in itertools.chain(*linears):
+        linear.register_forward_pre_hook(lambda module, inputs: read.update({module: inputs[0].flatten(0, -2)}))
+    with torch.no_grad():
+        model(windows)
+    for score, own in zip(found, linears, strict=True):
+        entries = torch.cat([(each.weight.abs() * read[each].norm(dim=0)).flatten() for each in own])
+        # Float32 may put an entry that is nearly at the threshold on its other side.
+        assert score == pytest.approx((entries > 2 * entries.mean()).double().mean().item(), abs=2 / len(entries))
 
 
 def small_models() -> dict[str, torch.nn.Module]:

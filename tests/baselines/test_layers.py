@@ -1,5 +1,6 @@
 """ShortGPT and SLEB: which layers go."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,22 @@ def test_sleb_takes_the_layer_of_the_least_loss_each_time():
         expected.append(min(losses, key=lambda index: losses[index]))
         layers = at(share).model.model.layers
         assert [index for index in range(5) if not list(layers[index].parameters())] == sorted(expected)
+
+
+def test_sleb_keeps_the_first_and_the_last_layer_even_where_they_add_nothing():
+    """On a text that the model writes itself, where every other layer is missed."""
+    dense = llama()
+    for index, name in itertools.product((0, 4), ("self_attn.o_proj", "mlp.down_proj")):
+        nn.init.zeros_(dense.model.layers[index].get_submodule(name).weight)
+    ids = windows(length=1)
+    with torch.no_grad():
+        for _ in range(15):
+            ids = torch.cat((ids, dense(ids, use_cache=False).logits[:, -1:].argmax(-1)), dim=1)
+    alone = [loss(without(dense, [index]).model, ids) for index in range(5)]
+    assert alone[0] == alone[4] < min(alone[1:4])
+    layers = BASELINES["sleb"].start(dense, ids, quiet)(0.2).model.model.layers
+    out = [index for index in range(5) if not list(layers[index].parameters())]
+    assert out == [min((1, 2, 3), key=lambda index: alone[index])]
 
 
 def test_a_smaller_sparsity_after_a_larger_one_is_what_it_is_alone():

@@ -88,6 +88,18 @@ def test_the_directions_are_those_of_the_largest_energy():
         assert values[:-rank].sum() < 0.5 * values[-rank:].sum()
 
 
+def test_what_every_norm_takes_off_takes_no_direction():
+    """A constant in all coordinates of the stream: a model whose norms are layer norms computes the same with it."""
+    dense, ids = opt().double(), windows(4, 24)
+    offset = copy.deepcopy(dense)
+    offset.model.decoder.embed_positions.weight.data += 3
+    plain, other = (BASELINES["slicegpt"].start(model, ids, quiet)(0.3).model for model in (dense, offset))
+    with torch.no_grad():
+        expected, found = plain(ids, use_cache=False).logits, other(ids, use_cache=False).logits
+    # Float64's rounding of streams and logits near 10, some thousand times over; 5e-13 was found.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
 def test_it_computes_what_a_sliced_model_does():
     """With every weight cut and turned as the paper has it, a norm without gain, and a `Q` on each connection."""
     dense = random_model(LlamaConfig(**SIZES, num_hidden_layers=3), seed=3).double()

@@ -20,6 +20,7 @@ from modegpt.config import MODULES, CompressionConfig
 from modegpt.errors import InputError
 from modegpt.inspection import describe
 from modegpt.modeling_modegpt import decoder_layers
+from modegpt.ranks.whole import allowed_error
 from modegpt.running.sizes import layer_sizes
 
 from .conftest import Pair
@@ -77,6 +78,15 @@ def expected_scores(pair: Pair) -> list[list[float]]:
     return scores
 
 
+def allowed_miss(pair: Pair, sparsity: float) -> float:
+    """The share of the blocks' parameters by which whole ranks may miss a sparsity."""
+    architecture = pair.family.architecture
+    blocks = decoder_layers(pair.dense, architecture.describe())
+    sizes = [layer_sizes(block, architecture, pair.family.dims) for block in blocks]
+    total = sum(size.total for size in sizes)
+    return allowed_error(sparsity * total, sizes) / total
+
+
 def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
     config = CompressionConfig(sparsity=0.05, allocation="influence-blocks", batch_size=4, coverage=0)
     compressed = compress(pair.dense, WINDOWS, config)
@@ -85,8 +95,7 @@ def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
         "dense": pair.dense.num_parameters(),
         "compressed": compressed.num_parameters(),
     }
-    # One step of the coarsest module, of a block of about 8,000 parameters.
-    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=0.02)
+    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=allowed_miss(pair, 0.05))
     for module in MODULES:
         said = [warning for warning in report["warnings"] if warning.startswith(f"{module} stays whole in every layer")]
         assert bool(said) == (module in pair.family.whole)
@@ -104,11 +113,10 @@ def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
 def test_a_run_allocates_by_the_damage_of_every_module(pair: Pair):
     config = CompressionConfig(sparsity=0.05, allocation="error", batch_size=4)
     report = compress(pair.dense, WINDOWS, config).modegpt_report
-    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=0.02)  # as above
+    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=allowed_miss(pair, 0.05))
     for layer, damages in enumerate(report["allocation"]["scores"]):
         whole = pair.family.whole_in(layer)
         assert all((damage == 0) == (module in whole) for module, damage in zip(MODULES, damages, strict=True))
-        assert min(damages) >= 0
 
 
 def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: Path):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from datasets import Dataset
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from modegpt import CompressionConfig, InputError, MissingExtraError, NumericalError, compress, evaluate_tasks
 from modegpt.calibration import draw_windows, tokenize
-from modegpt.measuring.harness import _manager
+from modegpt.measuring.harness import Harness, _manager, run_task
 from modegpt.measuring.zero_shot import PRESETS, TaskResult, _mean, open_tasks
 
 WORDS = ("a list", "a mapping of keys", "an integer", "the name", "one or more statements", "None", "an exception")
@@ -143,10 +144,6 @@ def test_acc_and_acc_norm_by_hand(networks: dict[str, PreTrainedModel], tokenize
 
 
 def test_a_log_likelihood_is_the_sum_over_the_answers_tokens(networks: dict[str, PreTrainedModel], tokenizer: Any):
-    from lm_eval.api.instance import Instance
-
-    from modegpt.measuring.harness import Harness
-
     model, context, answer = networks["compressed"], "The list type", " is returned as a mapping"
     harness = Harness(model, tokenizer, None)
     request = Instance("loglikelihood", {}, (context, answer), 0)
@@ -159,6 +156,36 @@ def test_a_log_likelihood_is_the_sum_over_the_answers_tokens(networks: dict[str,
     # transformers' mean loss over the answer, times its tokens; 1e-5 is above float32's rounding of either sum.
     assert score == pytest.approx(-loss * int((labels != -100).sum()), rel=1e-5)
     assert not greedy
+
+
+def test_a_model_in_16_bits_is_scored_in_32(networks: dict[str, PreTrainedModel], tokenizer: Any):
+    model = copy.deepcopy(networks["dense"]).bfloat16()
+    ids = tokenizer("The list type is returned as a mapping", return_tensors="pt").input_ids
+    context, answer = ids[0, :6].tolist(), ids[0, 6:].tolist()
+    ((score, _greedy),) = Harness(model, tokenizer, None)._loglikelihood_tokens([(("", ""), context, answer)])
+    with torch.no_grad():
+        logs = model(ids[:, :-1]).logits[0, 5:].float().log_softmax(-1)
+    # float32's rounding; bfloat16's is 4e-3.
+    assert score == pytest.approx(logs.gather(1, ids[0, 6:, None]).sum().item(), rel=1e-5)
+
+
+def test_a_request_is_cut_where_its_last_token_is_not_all_that_exceeds_the_positions(
+    networks: dict[str, PreTrainedModel], tokenizer: Any
+):
+    """The last token of an answer is predicted and not read."""
+    harness = Harness(networks["dense"], tokenizer, None)
+    for exceeding, cut in ((1, 0), (2, 1)):
+        harness._loglikelihood_tokens([(("", ""), [5] * (harness.max_length + exceeding - 2), [6, 7])])
+        assert harness.truncated == cut
+
+
+def test_a_task_that_asks_for_examples_gets_none(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):
+    records, _ = rows("choices", networks["dense"], tokenizer)
+    (task,) = open_tasks([write(tmp_path / "t.jsonl", records)])
+    task.definition.set_config(key="num_fewshot", value=2)
+    _, samples = run_task(Harness(networks["dense"], tokenizer, None), task.definition, limit=3)
+    asked = [sample["arguments"][0][0] for sample in samples]
+    assert asked == [record["query"] for record in records[:3]]
 
 
 def test_limit_mean_and_progress(networks: dict[str, PreTrainedModel], tokenizer: Any, tmp_path: Path):

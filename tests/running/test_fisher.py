@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import modegpt
 from conformance.families import FAMILIES, Family, tokens
 from modegpt.architectures import architecture_of
 from modegpt.blocks import BlockSource, Calibration, PrefetchedBlocks, advance, run_block
+from modegpt.config import CompressionConfig
 from modegpt.hidden_states import HiddenStates
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments
@@ -279,6 +281,15 @@ def test_parts_of_a_window_are_drawn_apart(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("modegpt.running.fisher.fisher_noise", noise)
     felt(*opened(FAMILIES[0].dense(), tokens(rows=3, length=40)), torch.arange(3))
     assert len(set(drawn)) == len(drawn) == 9
+
+
+def test_a_run_draws_by_its_seed(monkeypatch: pytest.MonkeyPatch):
+    seeds: list[int] = []
+    monkeypatch.setattr(
+        "modegpt.running.fisher.draw_seed", lambda seed, *place: seeds.append(seed) or draw_seed(seed, *place)
+    )
+    modegpt.compress(FAMILIES[0].dense(), tokens(rows=3, length=20), CompressionConfig(seed=7, coverage=0))
+    assert seeds == [7] * 3
 
 
 def test_every_seed_draws_other_noise():

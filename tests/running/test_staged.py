@@ -408,6 +408,23 @@ def test_a_block_left_whole_is_not_measured(family: Family):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)  # one order of sums may differ, in float32
 
 
+@pytest.mark.parametrize(("whole", "expected"), [(0, [False, True, True]), (1, [False, True])])
+def test_the_first_block_that_is_cut_is_refitted_as_one_that_nothing_drifted_before(whole: int, expected, monkeypatch):
+    family, seen, refit_one = BY_NAME["llama-grouped"], [], staged.refit_down
+
+    def spy(*arguments):
+        seen.append(arguments[-1])
+        return refit_one(*arguments)
+
+    monkeypatch.setattr(staged, "refit_down", spy)
+    cut = {**family.full_ranks()[0], "mlp": 16}
+    plan = ({},) * whole + (cut,) * (family.dims.n_layers - whole)
+    modegpt.compress(
+        family.dense(), tokens(rows=5, length=20), CompressionConfig(allocation="plan", plan=plan, coverage=0)
+    )
+    assert seen == expected
+
+
 def hooks_of(block) -> list[int]:
     return [key for module in block.modules() for key in (*module._forward_hooks, *module._forward_pre_hooks)]
 
