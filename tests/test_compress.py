@@ -1,6 +1,7 @@
 """The run, end to end on small random models in the process."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from psutil import Process, virtual_memory
 from torch.nn.utils import prune
 from transformers import (
     AutoModel,
@@ -81,9 +83,9 @@ def test_the_identity_of_a_model_in_memory_feels_every_weight(monkeypatch: pytes
 
 @pytest.mark.parametrize("modules", [("mlp",), ("qk",), ("vo",), ("mlp", "qk", "vo")])
 def test_the_report_tells_what_the_model_is(modules):
-    model = tiny_llama()
+    model, resident, start = tiny_llama(), Process().memory_info().rss, time.perf_counter()
     compressed = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, modules=modules))
-    report = compressed.modegpt_report
+    report, passed = compressed.modegpt_report, time.perf_counter() - start
     full = {"mlp": 48, "qk": 8, "vo": 8}
     uniform = {"mlp": 36, "qk": 6, "vo": 6}
     expected = {name: uniform[name] if name in modules else full[name] for name in full}
@@ -101,9 +103,18 @@ def test_the_report_tells_what_the_model_is(modules):
     assert report["sparsity"]["total"] == (dense - kept) / dense
     in_blocks = sum(parameter.numel() for parameter in model.model.layers.parameters())
     assert report["sparsity"]["blocks"] == (dense - kept) / in_blocks
-    assert {"load", "embed", "moments", "decompose", "forward", "total"} <= report["seconds"].keys()
-    assert report["peak_memory_bytes"] > 1e6
-    assert isinstance(report["warnings"], list)
+    seconds = report["seconds"]
+    assert {"load", "embed", "moments", "decompose", "forward", "total"} <= seconds.keys()
+    apart = [value for stage, value in seconds.items() if stage not in ("total", "embed")]  # others embed, too
+    # Each is rounded to a millisecond.
+    assert sum(apart) - 0.0005 * (len(apart) + 1) <= seconds["total"] <= passed + 0.0005
+    # The kernel counts pages lazily, so what it says of now and of the most differs by some.
+    assert 0.9 * resident < report["peak_memory_bytes"] < virtual_memory().total
+    assert report["warnings"] == [
+        f"{name} stays whole, as it is not among the modules to compress: nothing makes up for it under 'uniform'"
+        for name in full
+        if name not in modules
+    ]
     json.dumps(report)
 
 

@@ -113,15 +113,17 @@ def test_an_exported_model_can_be_compressed_again(narrow: Path, small_text_file
     assert parameters(tmp_path / "again") < parameters(narrow)
 
 
-def test_a_model_without_a_tokenizer_is_exported_without(narrow: Path, tmp_path: Path):
-    bare = tmp_path / "bare"
-    AutoModelForCausalLM.from_pretrained(narrow).save_pretrained(bare)
+def test_a_model_without_a_tokenizer_is_exported_without_and_with_its_generation_settings(narrow: Path, tmp_path: Path):
+    bare, model = tmp_path / "bare", AutoModelForCausalLM.from_pretrained(narrow)
+    model.generation_config.eos_token_id = [5, 7]
+    model.save_pretrained(bare)
     export_stock(str(bare), tmp_path / "stock")
     assert sorted(file.name for file in (tmp_path / "stock").iterdir()) == [
         "config.json",
         "generation_config.json",
         "model.safetensors",
     ]
+    assert json.loads((tmp_path / "stock" / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
 
 
 def test_a_model_whose_code_came_with_it_becomes_stock_too(narrow: Path, tmp_path: Path):

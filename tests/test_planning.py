@@ -32,8 +32,14 @@ def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny
     assert plot.read_bytes().startswith(b"\x89PNG")
     planned, unscored = json.loads(plan_file.read_text()), rule in ("uniform", "width")
     assert [layer["score"] is None for layer in planned["layers"]] == [unscored] * len(planned["layers"])
-    for key in ("device_bytes", "host_bytes", "seconds"):
-        assert planned["estimate"][key] > 0
+    for layer in planned["layers"]:
+        counts = layer["parameters"]
+        assert layer["sparsity"] == pytest.approx(1 - counts["compressed"] / counts["dense"], rel=1e-12)
+    share, cache = planned["sparsity"], planned["kv_bytes_per_token"]
+    assert {
+        f"removed: {share['blocks']:.2%} of the decoder blocks, {share['total']:.2%} of the model",
+        f"KV cache: {cache['dense']:,} bytes a token would become {cache['compressed']:,}",
+    } <= set(done.stdout.splitlines())
     assert (planned["scoring_seconds"] is None) == unscored == ("scoring took" not in done.output)
 
     direct, by_plan = tmp_path / "direct", tmp_path / "by-plan"
@@ -50,7 +56,8 @@ def test_a_plan_is_what_compress_does_and_compress_takes_it_back(rule: str, tiny
     described = json.loads((direct / "config.json").read_text())["modegpt"]["layers"]
     kept = sum(2 * layer["rope_pairs"] + layer["qk_plain"] + layer["value_dim"] for layer in described)
     dense_config = json.loads((tiny_llama_dir / "config.json").read_text())
-    assert planned["kv_bytes_per_token"]["compressed"] == kept * dense_config["num_key_value_heads"] * 4
+    heads = dense_config["num_key_value_heads"]
+    assert cache == {"dense": 2 * 2 * 16 * heads * 4, "compressed": kept * heads * 4}
 
 
 def test_a_module_without_a_rank_has_none_in_a_plan_a_report_and_on_the_page(tmp_path: Path):
@@ -149,6 +156,30 @@ def test_token_ids_are_reckoned_with_as_they_are(rule: str):
     ]
     assert estimates[0] == estimates[1]
     assert estimates[2] == pytest.approx(2 * estimates[0], rel=0.1)  # of 4 windows 0.75 are added, and of 8 are 1.5
+
+
+def test_memory_and_time_are_reckoned_as_it_is_written(monkeypatch: pytest.MonkeyPatch):
+    """On a machine that is made believe, with 2 and 1 GFLOP/s."""
+    rates = {torch.float32: 2e9, torch.float64: 1e9}
+    monkeypatch.setattr("modegpt.running.estimate._rate", lambda dtype, device: rates[dtype])
+    model, windows = small_models()["llama"], torch.zeros(4, 16, dtype=torch.int64)
+    block = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 96 * 32 + 2 * 32  # queries and outputs, keys and values, MLP, norms
+    paper, best = (
+        make_plan(model, windows, CompressionConfig(sparsity=0.3, solver=solver, device="cpu"))["estimate"]
+        for solver in ("paper", "best")
+    )
+    # In float64 the MLP's moment and two working copies; the gates' in float32.
+    assert paper["device_bytes"] == 4 * block + (8 + 2 * 8 + 4) * 96**2
+    assert paper["host_bytes"] == 64 * 32 * 4
+    products = 64 * (2 * 2 * 3 * block + 3 * 96**2)  # of two passes and of the moments, by 64 tokens in three layers
+    assert paper["seconds"] == pytest.approx(products / 2e9 + 3 * 3 * 96**3 / 1e9, rel=1e-12)
+    # The working copies are in float32, a fifth window is written, and all three blocks are measured together: held
+    # are each one's moments, hidden states, neurons at every seventh of its tokens, and an output matrix.
+    held = 12 * 96**2 + 8 * 32**2 + 80 * 32 * 4 + 12 * 96 * 4 + 96 * 32 * 4
+    assert best["device_bytes"] == 4 * block + (8 + 2 * 4 + 4) * 96**2 + 3 * held
+    assert best["host_bytes"] == 3 * 80 * 32 * 4  # of the dense model, the compressed one and the probe
+    products = 80 * (2 * 2 * 3 * block + 3 * 96**2) + 16 * 2 * 3 * block + 3 * 3 * 96**3
+    assert best["seconds"] == pytest.approx(products / 2e9, rel=1e-12)
 
 
 def test_a_saved_model_is_reckoned_with_in_its_dtype_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

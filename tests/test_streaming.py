@@ -34,7 +34,7 @@ import modegpt
 from command_line import modegpt as run_command
 from conformance.families import FAMILIES
 from modegpt import CompressionConfig, InputError
-from modegpt.compress import compress_to_folder
+from modegpt.compress import compress_to_folder, prepare
 from modegpt.errors import WriteError
 from modegpt.formats.checkpoint_files import find_tensors
 from modegpt.formats.safetensors_merge import merge, read_header
@@ -223,7 +223,12 @@ def test_hidden_states_spill_to_disk_and_come_back_bit_for_bit(dtype, tmp_path: 
         right[:, 0] += index
         assert torch.equal(left, right)
     assert hidden.spilled == 3
-    del hidden
+    copied, another = hidden.copy(), hidden.another()
+    for batch in batches:
+        another.append(batch)
+    assert (copied.spilled, another.spilled) == (3, 3)
+    assert all(torch.equal(left, right) for left, right in zip(copied, hidden, strict=True))
+    del hidden, copied, another
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,6 +248,18 @@ def test_a_disk_that_refuses_hidden_states_is_named(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     with pytest.raises(WriteError, match=r"missing/hidden'"):
         HiddenStates(max_bytes=1, folder=tmp_path / "missing" / "hidden").append(states)
+
+
+@pytest.mark.parametrize(("make", "n_streams"), [(llama, 3), (mixtral, 4)])
+def test_the_streams_of_a_run_share_the_memory_of_the_host(make: Callable[[], PreTrainedModel], n_streams: int):
+    """Those of the dense model, of the compressed one and of the probe, and what experts lack."""
+    batch = 2 * 16 * 32 * 4  # two windows of 16 tokens, 32 numbers each, in float32
+    config = CompressionConfig(sparsity=0.25, batch_size=2, device="cpu", max_host_memory=2 * n_streams * batch)
+    run = prepare(make(), windows(), config, None, None)
+    assert run.source.n_streams(config) == n_streams
+    assert run.source.n_streams(replace(config, solver="paper")) == 1
+    assert run.embedding.shared(windows(), 1).hidden.spilled == 0
+    assert run.embedding.shared(windows(), n_streams).hidden.spilled == 1  # of three batches two fit
 
 
 @pytest.mark.parametrize("make", [llama, mixtral])

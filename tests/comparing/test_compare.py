@@ -11,15 +11,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PhiConfig
 
-from command_line import modegpt
+from command_line import cells, modegpt
 from modegpt import CompressionConfig, InputError, compress, perplexity
 from modegpt.baselines import BASELINES
 from modegpt.baselines.walk import layer_parameters
 from modegpt.calibration import load_text, tokenize
 from modegpt.checks.tiny import random_model
+from modegpt.commands.compare import _table
 from modegpt.commands.compare import compare as command
 from modegpt.comparing.compare import METHODS, compare
 from modegpt.comparing.measures import Measures
+from modegpt.pages import compare_plot, plots
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 CONFIG = CompressionConfig(samples=8, seq_len=64)
@@ -75,6 +77,39 @@ def test_the_plot_has_a_line_for_each_method(compared: tuple[Any, Path]):
     written = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert [name for name in written if name in (*METHODS, "best:influence")] == [*METHODS, "best:influence"]
     assert "% of the decoder blocks' parameters removed" in written
+
+
+def three_rows() -> dict[str, Any]:
+    """A result of which all figures differ."""
+
+    def row(method: str, asked: float, removed: float, perplexity: float, accuracy: float) -> dict[str, Any]:
+        return {
+            "method": method,
+            "sparsity": {"requested": asked, "blocks": removed, "total": removed / 2},
+            "perplexity": [{"data": "text.txt", "perplexity": perplexity}],
+            "mean": {"acc": accuracy},
+        }
+
+    cut = [row("flap", 0.25, 0.25390625, 9.0, 0.625), row("paper", 0.25, 0.28125, 8.0, 0.5)]
+    return {"model": "model", "rows": [row("dense", 0.0, 0.0, 5.0, 0.75), *cut]}
+
+
+def test_the_best_of_a_sparsity_is_marked():
+    table = _table(three_rows())
+    headings = ["asked for", "method", "of the blocks", "perplexity, text.txt", "mean accuracy"]
+    assert [column.header for column in table.columns] == headings
+    assert cells(table) == [
+        ("", "dense", "0.00%", "5.00", "75.00%"),
+        ("25%", "flap", "25.39%", "9.00", "[bold]62.50% *[/bold]"),
+        ("25%", "paper", "28.12%", "[bold]8.00 *[/bold]", "50.00%"),
+    ]
+
+
+def test_a_line_goes_from_the_dense_model_to_what_was_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: dict[str, Any] = {}
+    monkeypatch.setattr(plots, "lines", lambda series, *_labels, **_look: drawn.update(series) or "<svg></svg>")
+    compare_plot.draw(three_rows(), tmp_path / "plot.svg")
+    assert drawn == {"flap": ([0.0, 25.390625], [5.0, 9.0]), "paper": ([0.0, 28.125], [5.0, 8.0])}
 
 
 def test_our_row_is_what_compress_gives(

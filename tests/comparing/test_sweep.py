@@ -10,14 +10,17 @@ import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import Result
 
-from command_line import modegpt
+from command_line import cells, modegpt
 from modegpt import CompressionConfig, InputError
+from modegpt.commands.sweep import _table
 from modegpt.comparing.sweep import Measures, sweep
+from modegpt.pages import plots, sweep_plots
 
 RULE = "influence"
 SMALL = ["--samples", "8", "--seq-len", "64", "--allocation", RULE]
@@ -112,6 +115,60 @@ def test_the_plots_are_files_of_their_own(swept: tuple[Path, Result]):
         assert "Perplexity" in str(title.text)
         assert all(name in str(title.text) for name in ("dense", "0.25", "0.5"))
     assert all(f">{name}<" in text for name in ("dense", "0.25", "0.5"))  # the points of the second are named
+
+
+def two_points() -> dict[str, Any]:
+    """A result of which all figures differ."""
+
+    def point(name: str, removed: float, perplexity: float, accuracy: float) -> dict[str, Any]:
+        return {
+            "name": name,
+            "sparsity": {"requested": removed + 0.01, "blocks": removed, "total": removed / 2},
+            "parameters": round(4000 * (1 - removed / 2)),
+            "perplexity": [{"data": "text.txt", "perplexity": perplexity}],
+            "tasks": [{"task": "values", "acc": accuracy}],
+            "mean": {"acc": accuracy},
+            "speed": None,
+        }
+
+    dense, half = point("dense", 0.0, 5.0, 0.75), point("0.5", 0.5, 8.0, 0.625)
+    half["speed"] = {
+        "speedup": {
+            "prefill": {"median": 1.5, "min": 1.25, "max": 1.75},
+            "decode": {"median": 3.0, "min": 2.5, "max": 3.5},
+        }
+    }
+    return {"model": "model", "points": [dense, half]}
+
+
+def test_the_table_has_each_figure_in_its_column():
+    table = _table(two_points())
+    headings = ["sparsity", "of the blocks", "parameters", "perplexity, text.txt", "mean accuracy"]
+    assert [column.header for column in table.columns] == [*headings, "prefill, x dense", "decode, x dense"]
+    assert cells(table) == [
+        ("dense", "0.00%", "4,000", "5.0000", "75.00%", "", ""),
+        ("0.5", "50.00%", "3,000", "8.0000", "62.50%", "1.50 (1.25 to 1.75)", "3.00 (2.50 to 3.50)"),
+    ]
+
+
+def test_the_curves_are_of_what_their_axes_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: dict[str, Any] = {}
+
+    def spy(series: Any, xlabel: str, ylabel: str, **_look: Any) -> str:
+        drawn[xlabel, ylabel] = series
+        return "<svg></svg>"
+
+    monkeypatch.setattr(plots, "lines", spy)
+    sweep_plots.draw(two_points(), tmp_path)
+    of_blocks = "% of the decoder blocks' parameters removed"
+    assert drawn == {
+        (of_blocks, "perplexity"): {"text.txt": ([0.0, 50.0], [5.0, 8.0])},
+        (of_blocks, "zero-shot accuracy, %"): {"mean": ([0.0, 50.0], [75.0, 62.5])},
+        ("speed / speed of the dense model", "perplexity, text.txt"): {
+            "decode": ([1.0, 3.0], [5.0, 8.0]),
+            "prefill": ([1.0, 1.5], [5.0, 8.0]),
+        },
+    }
 
 
 def test_scores_are_computed_once_and_models_go(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):

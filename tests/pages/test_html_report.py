@@ -18,6 +18,7 @@ from modegpt import InputError
 from modegpt.cli import app
 from modegpt.pages import plots
 from modegpt.pages.html_report import Names, accuracies, write_report
+from modegpt.pages.quality import _speed_table
 from modegpt.pages.sections import change
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
@@ -218,6 +219,16 @@ def test_the_page_takes_what_eval_and_bench_wrote(
         page.labels
     )
     assert f"{ratio:.2f} x" in page.text
+
+
+def test_the_table_of_speeds_has_each_figure_in_its_column():
+    speeds = {"prefill_tokens_per_second": 2001.0, "decode_tokens_per_second": 30.25}
+    figures = {**speeds, "first_token_seconds": 0.0125, "token_seconds": 0.0075, "peak_memory_bytes": 64e6}
+    table = _speed_table({"points": [{"batch_size": 2, "prompt_tokens": 8, "models": {"dense": figures}}]})
+    assert table.head[2:] == [
+        "prefill, tokens/s", "decode, tokens/s", "first token, ms", "a token, ms", "peak memory, MB"
+    ]  # fmt: skip
+    assert table.rows == [["2 x 8", "dense", "2,001.0", "30.2", "12.5", "7.5", "64"]]
 
 
 def refused(result: Result, *words: str) -> None:
