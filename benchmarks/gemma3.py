@@ -5,7 +5,8 @@ normalised, so they stay whole, and the uniform rule makes up for them nowhere: 
 solvers run with the rule `error`, too, which is asked for just what `uniform` removed. Protocol: float32, calibrated on
 the first 16 x 511 tokens of WikiText-2's validation text, evaluated on the first 12 x 511 tokens of its test text; each
 window has Gemma's token for the start of a text before these, for without it even the dense model is lost (perplexity
-77.0 in place of what this gives). Nothing is chosen here.
+77.0 in place of what this gives). Nothing is chosen here. Blocks are scored once for all sparsities;
+`scoring_seconds` is what that took.
 
     python benchmarks/gemma3.py --data FOLDER
 """
@@ -19,6 +20,7 @@ import torch
 
 import modegpt
 from common import add_sparsities, parser, run, wikitext
+from modegpt.comparing.scored import Scored
 from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
 from result_file import Results
@@ -65,7 +67,7 @@ def main() -> None:
         "evaluation": f"wiki.test.raw, first {EVAL_WINDOWS} x {SEQ_LEN - 1} tokens, each behind <bos>",
     }
     about = {"model": Path(options.model or MODEL).name, "protocol": protocol}
-    results = Results(options.json, about)
+    results, scored = Results(options.json, about), Scored(dense, windows)
     if not results.rows:
         results.add({"solver": "dense", "sparsity": 0.0, **measure(dense)})
     for sparsity, (solver, allocation) in itertools.product(options.sparsity, METHODS):
@@ -77,6 +79,7 @@ def main() -> None:
         config = modegpt.CompressionConfig(
             sparsity=asked, solver=solver, allocation=allocation, samples=SAMPLES, seq_len=SEQ_LEN
         )
+        config, warnings, scoring_seconds = scored.plan(config)
         model = modegpt.compress(dense, windows, config)
         report = model.modegpt_report
         row = {
@@ -84,9 +87,10 @@ def main() -> None:
             **measure(model),
             "achieved": report["sparsity"],
             "ranks": [layer["ranks"] for layer in report["layers"]],
-            "warnings": report["warnings"],
+            "warnings": warnings + report["warnings"],
             "seconds": report["seconds"]["total"],
         }
+        row |= {"scoring_seconds": scoring_seconds} if scoring_seconds else {}
         print(row, flush=True)
         results.add(row)
 
