@@ -1,12 +1,11 @@
 """Perplexity of Gemma 3 270M at 10, 20 and 30 %, with the paper's solvers and with the best ones.
 
 The weights come in packages, which the extra `gemma` names (4 bits, unpacked to float32). Queries and keys are
-normalised, so they stay whole, and the uniform rule makes up for them nowhere: it removes less than asked. The best
-solvers run with the rule `error`, too, which is asked for just what `uniform` removed. Protocol: float32, calibrated on
-the first 16 x 511 tokens of WikiText-2's validation text, evaluated on the first 12 x 511 tokens of its test text; each
-window has Gemma's token for the start of a text before these, for without it even the dense model is lost (perplexity
-77.0 in place of what this gives). Nothing is chosen here. Blocks are scored once for all sparsities;
-`scoring_seconds` is what that took.
+normalised, so they stay whole, and the uniform rule makes up for them nowhere: it removes less than asked. The rule
+`error` is asked for just what `uniform` removed; blocks are scored once for all sparsities, and `scoring_seconds` is
+what that took. Protocol: float32, calibrated on the first 16 x 511 tokens of WikiText-2's validation text, evaluated on
+the first 12 x 511 tokens of its test text; each window has Gemma's token for the start of a text before these, for
+without it even the dense model is lost (perplexity 77.0 in place of what this gives). Nothing is chosen here.
 
     python benchmarks/gemma3.py --data FOLDER
 """
@@ -25,7 +24,7 @@ from modegpt.loading.models import open_model
 from modegpt.loading.tokenizers import open_tokenizer
 from result_file import Results
 
-METHODS = (("paper", "uniform"), ("best", "uniform"), ("best", "error"))
+METHODS = (("paper", "uniform"), ("best", "uniform"), ("paper", "error"), ("best", "error"))
 """Solvers and allocation."""
 SAMPLES, SEQ_LEN, EVAL_WINDOWS = 16, 512, 12
 MODEL = "gemma-3-270m-q4_k_m.gguf"

@@ -208,7 +208,7 @@ def gemma3(data: dict[str, Any]) -> str:
     by_error = "; `error` was asked for what `uniform` removed" if ("best", "error") in methods else ""
     return (
         "**Gemma 3 270M**, its 4-bit weights unpacked; queries and keys are normalised and stay whole, and under "
-        f"`uniform` nothing\nmakes up for them{by_error}. "
+        f"`uniform` nothing\nmakes up for them{by_error}.\n"
         f"{about['dtype']}, calibrated on {about['calibration']};\n"
         f"perplexity on {about['evaluation']}\n"
         f"(dense {dense['perplexity']:.1f}; `benchmarks/gemma3.py`).\n\n"
