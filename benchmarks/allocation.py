@@ -7,8 +7,6 @@ the test text, on which nothing is chosen.
     python benchmarks/allocation.py --data FOLDER
 """
 
-from typing import Any
-
 import torch
 
 import modegpt
@@ -41,12 +39,8 @@ def main() -> None:
     def perplexities(model: torch.nn.Module) -> dict[str, float]:
         return {key: modegpt.perplexity(model, text, SEQ_LEN, EVAL_WINDOWS).perplexity for key, text in texts.items()}
 
-    def keep(row: dict[str, Any]) -> None:
-        print(row, flush=True)
-        results.add(row)
-
     if not results.rows:
-        keep({"rule": "dense", "sparsity": 0.0, **perplexities(dense)})
+        results.add({"rule": "dense", "sparsity": 0.0, **perplexities(dense)})
     for sparsity in options.sparsity:
         for rule in RULES:
             known = {"rule": rule, "sparsity": sparsity}
@@ -66,7 +60,7 @@ def main() -> None:
                 / (len(report["layers"]) * 2 * dense.config.head_dim),
                 "seconds": report["seconds"]["total"],
             }
-            keep(row)
+            results.add(row)
 
 
 if __name__ == "__main__":

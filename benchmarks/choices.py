@@ -70,7 +70,7 @@ def main() -> None:
     results = Results(asked.json, about)
     dense, tokenizer, windows, _valid, _test = opened(asked)
     for settings in [None, *asked.settings]:
-        if any(row["settings"] == settings for row in results.rows):
+        if results.has({"settings": settings}):
             continue
         model = dense
         if settings is not None:
@@ -86,8 +86,7 @@ def main() -> None:
         if results.rows:
             over = compare(found, results.rows[0]["questions"]).mean._asdict()
             row["over_first"] = {key: value for key, value in over.items() if "flips" not in key}  # nothing is 0 or 1
-        print({key: value for key, value in row.items() if key != "questions"}, flush=True)
-        results.add(row)
+        results.add(row, "questions")
 
 
 if __name__ == "__main__":

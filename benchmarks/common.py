@@ -52,18 +52,16 @@ def add_cache(arguments: argparse.ArgumentParser) -> None:
     arguments.add_argument("--cache", type=Path, help="keep compressed models there, for other benchmarks")
 
 
-def add_solvers(arguments: argparse.ArgumentParser) -> None:
-    """Add the option `--solver`, of one set of solvers or both."""
-    arguments.add_argument("--solver", nargs="*", default=["paper", "best"], choices=PRESETS)
-
-
 def add_sparsities(arguments: argparse.ArgumentParser, *default: float) -> None:
     """Add the option `--sparsity`, of several shares."""
     arguments.add_argument("--sparsity", type=share, nargs="*", default=list(default))
 
 
-def add_seeds(arguments: argparse.ArgumentParser) -> None:
-    """Add the option `--seed`, of one number or several."""
+def add_grid(arguments: argparse.ArgumentParser) -> None:
+    """Add the options `--sparsity`, `--solver`, `--seed` and `--cache`: of rows for each of the two sets of solvers."""
+    add_sparsities(arguments, 0.1, 0.2, 0.3, 0.4, 0.5)
+    add_cache(arguments)
+    arguments.add_argument("--solver", nargs="*", default=["paper", "best"], choices=PRESETS)
     told = "of what `best` and `error` draw: the text that the model writes, and noise"
     arguments.add_argument("--seed", type=int, nargs="*", default=[0], help=told)
 

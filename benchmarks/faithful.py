@@ -43,7 +43,6 @@ def main() -> None:
             about = {key: report[key] for key in ("sparsity", "seconds")} | {"ranks": report["layers"][0]["ranks"]}
         perplexity = modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
         row: dict[str, Any] = {"modules": label, "perplexity": perplexity, **about}
-        print(row, flush=True)
         results.add(row)
 
 

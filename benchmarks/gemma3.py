@@ -90,7 +90,6 @@ def main() -> None:
             "seconds": report["seconds"]["total"],
         }
         row |= {"scoring_seconds": scoring_seconds} if scoring_seconds else {}
-        print(row, flush=True)
         results.add(row)
 
 

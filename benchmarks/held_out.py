@@ -83,7 +83,7 @@ def main() -> None:
         results.add({"settings": None, "log_perplexity": logs(dense)})
     first = results.rows[0]["log_perplexity"]
     for settings in asked.settings:
-        if any(row["settings"] == settings for row in results.rows):
+        if results.has({"settings": settings}):
             continue
         model = compressed(asked, dense, windows, modegpt.CompressionConfig(**settings))
         found = logs(model)
@@ -91,7 +91,6 @@ def main() -> None:
         far = {key: mean_divergence(dense, model, text) for key, text in texts.items()}
         row = {"settings": settings, "log_perplexity": found, "rise": rise, "divergence": far}
         row["seconds"] = model.modegpt_report["seconds"]
-        print(row, flush=True)
         results.add(row)
 
 

@@ -200,7 +200,8 @@ def main() -> None:
                 del model
         times = [median(each["total"] for each in row["seconds"]) for row in new.values()]
         print(sparsity, [row["perplexity"] for row in new.values()], times, times[1] / times[0], flush=True)
-        results.add(*new.values())
+        results.rows += new.values()
+        results.write()
 
 
 if __name__ == "__main__":

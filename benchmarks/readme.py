@@ -42,6 +42,11 @@ def noted(text: str, data: dict[str, Any]) -> str:
     return f"{text}\n\n{data['note']}" if "note" in data else text
 
 
+def shown(value: float | None) -> str:
+    """Return a figure with one decimal; nothing for one that was not measured."""
+    return "" if value is None else f"{value:.1f}"
+
+
 def risen(perplexity: float, dense: float) -> str:
     """Return a perplexity, and the rise of its logarithm."""
     return f"{perplexity:.1f} ({math.log(perplexity / dense):.2f})"

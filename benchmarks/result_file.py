@@ -15,7 +15,7 @@ def save(path: Path, figures: dict[str, Any]) -> None:
     """Write figures that this call alone measured, in place of what is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json({**stamp(), **figures}, path)
-    print(f"wrote {path}")
+    print(f"wrote {path}", flush=True)
 
 
 def stamp() -> dict[str, Any]:
@@ -57,16 +57,14 @@ class Results:
         """Return whether a row with these entries was measured."""
         return any(known.items() <= row.items() for row in self.rows)
 
-    def add(self, *rows: dict[str, Any]) -> None:
-        """Add rows, and write the file."""
-        self.rows += rows
+    def add(self, row: dict[str, Any], *silent: str) -> None:
+        """Add a row, tell it but for its `silent` entries, and write the file."""
+        print({key: value for key, value in row.items() if key not in silent}, flush=True)
+        self.rows.append(row)
         self.write()
 
     def write(self) -> None:
         """Write all rows."""
-        now = stamp()
-        earlier = [call for call in self._earlier if call != now]
+        earlier = [call for call in self._earlier if call != stamp()]
         told = {"earlier": earlier} if earlier else {}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json({**now, **told, **self._about, **self._beside, "rows": self.rows}, self.path)
-        print(f"wrote {self.path}", flush=True)
+        save(self.path, {**told, **self._about, **self._beside, "rows": self.rows})

@@ -47,12 +47,16 @@ def main() -> None:
     if asked.plot is not None:
         draw(result, asked.plot)
     results = Results(asked.json, {"model": model_name(asked), "protocol": protocol})
-    for found in result["rows"]:
-        known = {"method": found["method"], "sparsity": found["sparsity"]["requested"]}
-        figures = {"achieved": found["sparsity"]["blocks"], "perplexity": found["perplexity"][0]["perplexity"]}
-        old = [place for place, row in enumerate(results.rows) if known.items() <= row.items()]
-        place = old[0] if old else len(results.rows)
-        results.rows[place : place + 1] = [{**known, **figures}]
+    measured = [
+        {
+            "method": row["method"],
+            "sparsity": row["sparsity"]["requested"],
+            "achieved": row["sparsity"]["blocks"],
+            "perplexity": row["perplexity"][0]["perplexity"],
+        }
+        for row in result["rows"]
+    ]
+    results.rows = [*{(row["method"], row["sparsity"]): row for row in results.rows + measured}.values()]
     results.write()
 
 

@@ -19,20 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import modegpt
-from common import (
-    SAMPLES,
-    SEQ_LEN,
-    add_cache,
-    add_seeds,
-    add_solvers,
-    add_sparsities,
-    compressed,
-    draws,
-    model_name,
-    opened,
-    parser,
-    run,
-)
+from common import SAMPLES, SEQ_LEN, add_grid, compressed, draws, model_name, opened, parser, run
 from modegpt.baselines import shortgpt
 from modegpt.calibration import draw_windows, load_text, tokenize
 from modegpt.comparing.scored import Scored
@@ -45,14 +32,11 @@ EVAL_WINDOWS = 48
 def options() -> argparse.Namespace:
     """Return the command line's choices."""
     arguments = parser(__doc__, "solvers.json")
-    add_cache(arguments)
-    add_sparsities(arguments, 0.1, 0.2, 0.3, 0.4, 0.5)
+    add_grid(arguments)
     arguments.add_argument("--allocation", nargs="*", default=["uniform"], choices=ALLOCATIONS)
-    add_solvers(arguments)
     parts = ("all", *modegpt.config.MODULES)
     arguments.add_argument("--parts", nargs="*", default=["all"], choices=parts, help="all, or modules alone")
     arguments.add_argument("--calibration", default=None, help="another text (default: wiki.valid.txt of --data)")
-    add_seeds(arguments)
     return arguments.parse_args()
 
 
@@ -108,7 +92,6 @@ def main() -> None:
             report = model.modegpt_report
             row |= {"achieved": report["sparsity"], "seconds": report["seconds"]}
         row["perplexity"] = modegpt.perplexity(model, test, SEQ_LEN, EVAL_WINDOWS).perplexity
-        print(row, flush=True)
         results.add(row)
 
 

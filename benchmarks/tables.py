@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from readme import MODEL, first_draw, load, noted, risen, section, table
+from readme import MODEL, first_draw, load, noted, risen, section, shown, table
 from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
 from zero_shot_tables import zero_shot
@@ -28,8 +28,8 @@ def headline(data: dict[str, Any]) -> str:
     whole = _of_all_modules(data)
     rows = []
     for method, name in methods.items():
-        found = [whole.get((*method, share)) for share in shares]
-        rows.append([name, *("" if row is None else f"{row['perplexity']:.1f}" for row in found)])
+        found = [whole.get((*method, share), {}) for share in shares]
+        rows.append([name, *(shown(row.get("perplexity")) for row in found)])
     rows += _best_rival(shares)
     dense = data["rows"][0]["perplexity"]
     return (
@@ -108,7 +108,7 @@ def allocation(data: dict[str, Any]) -> str:
     rows = []
     for rule in rules:
         values = [cell.get((rule, s), {}).get(text) for s in sparsities for text in ("selection", "test")]
-        rows.append([f"`{rule}`", *("" if value is None else f"{value:.1f}" for value in values)])
+        rows.append([f"`{rule}`", *map(shown, values)])
     uniform = ", ".join(f"{row['achieved']['blocks']:.1%}" for row in data["rows"] if row["rule"] == "uniform")
     return (
         f"**Allocation rules at one budget**, but for `uniform`, which rounds every rank up and removes {uniform}.\n"
@@ -198,9 +198,9 @@ def gemma3(data: dict[str, Any]) -> str:
     cell = {((row["solver"], row["allocation"]), row["sparsity"]): row for row in measured}
     rows = []
     for sparsity in sorted({row["sparsity"] for row in measured}):
-        found = [cell.get((method, sparsity)) for method in methods]
-        removed = next(row["achieved"]["blocks"] for row in found if row is not None)
-        cells = ("" if row is None else f"{row['perplexity']:.1f}" for row in found)
+        found = [cell.get((method, sparsity), {}) for method in methods]
+        removed = next(row["achieved"]["blocks"] for row in found if row)
+        cells = (shown(row.get("perplexity")) for row in found)
         rows.append([f"{sparsity:.0%}", f"{removed:.1%}", *cells])
     header = ["sparsity", "of the blocks removed", *(f"`{solver}`, `{rule}`" for solver, rule in methods)]
     timed = [share for method, share in cell if method == methods[-1]]

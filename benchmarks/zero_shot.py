@@ -26,20 +26,7 @@ import torch
 from transformers import PreTrainedModel
 
 import modegpt
-from common import (
-    CALIBRATION,
-    Opened,
-    add_cache,
-    add_seeds,
-    add_solvers,
-    add_sparsities,
-    compressed,
-    draws,
-    model_name,
-    opened,
-    parser,
-    run,
-)
+from common import CALIBRATION, Opened, add_grid, compressed, draws, model_name, opened, parser, run
 from modegpt.commands.progress_bar import ProgressBar
 from modegpt.comparing.scored import Scored
 from modegpt.config import ALLOCATIONS
@@ -53,12 +40,9 @@ def options() -> argparse.Namespace:
     arguments = parser(__doc__, "zero_shot.json")
     arguments.add_argument("--tasks", type=Path, default=Path("data"), help="folder with arc_easy.jsonl and the others")
     arguments.add_argument("--names", nargs="*", default=list(PRESETS["paper5"]), help="tasks: names of files there")
-    add_cache(arguments)
-    add_sparsities(arguments, 0.1, 0.2, 0.3, 0.4, 0.5)
+    add_grid(arguments)
     arguments.add_argument("--limit", type=int, default=1172, help="samples of each task")
-    add_solvers(arguments)
     arguments.add_argument("--allocation", default=DEFAULTS.allocation, choices=ALLOCATIONS)
-    add_seeds(arguments)
     arguments.add_argument("--device", default="cpu")
     arguments.add_argument("--batch-size", type=int, help="requests at once (default: as `eval` chooses it)")
     arguments.add_argument("--jobs", type=int, default=1, help="processes that share the rows")
