@@ -574,6 +574,13 @@ def test_info_refuses_what_is_no_compressed_checkpoint(run: tuple[Path, Result],
     before = modegpt("info", folder).stdout
     shutil.copyfile(weights, folder / "adapter_model.safetensors")
     assert modegpt("info", folder).stdout == before  # another's weights
+    whole, name = load_file(weights), "model.layers.1.mlp.up_proj.weight"
+    save_file({key: tensor for key, tensor in whole.items() if key != name}, weights)
+    assert_refused(modegpt("info", folder), f"lack the weight '{name}'")
+    save_file({**whole, name: whole[name][:-1].clone()}, weights)
+    assert_refused(modegpt("info", folder), name, f"({len(whole[name]) - 1}, 64)", f"({len(whole[name])}, 64)")
+    save_file(whole, weights)
+    assert modegpt("info", folder).stdout == before
     weights.write_bytes(weights.read_bytes()[:-1])
     assert_refused(modegpt("info", folder), "model.safetensors")
     weights.unlink()

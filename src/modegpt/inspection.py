@@ -5,12 +5,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from .architectures import ARCHITECTURES, Architecture, Dimensions
+import torch
+from transformers import PreTrainedConfig
+
+from .architectures import ARCHITECTURES, Architecture
+from .blocks import required_tensors
 from .checkpoint import REPORT_NAME, check_description, read_json
-from .errors import InputError
+from .errors import InputError, refused
 from .formats.checkpoint_files import find_tensors
 from .formats.safetensors_merge import Entry, main_dtype
-from .modeling_modegpt import MODEL_TYPE_PREFIX, compressed_class
+from .modeling_modegpt import MODEL_TYPE_PREFIX, PREFIX, compressed_class
 from .ranks.whole import told
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -34,15 +38,17 @@ def describe(folder: str | Path) -> dict[str, Any]:
         folder: what `modegpt compress` or `save_pretrained` of a compressed model wrote.
 
     Raises:
-        InputError: the folder is missing, unreadable or not a compressed checkpoint.
+        InputError: the folder is missing, unreadable or not a compressed checkpoint, or lacks a weight.
     """
     path = Path(folder)
     config = _read_config(path)
-    architecture, dims = _dense_sizes(path, config)
+    opened, architecture = _open_config(path, config)
+    dims = architecture.dimensions(opened)
     check_description(config["modegpt"], dims.n_layers, path)
     tensors = find_tensors(path)
     if not tensors:
         raise InputError(f"folder '{path}' has no .safetensors file of a model; the checkpoint is incomplete")
+    _check_whole(path, opened, architecture, tensors)
     shapes = {
         f".{name}": entry.shape
         for name, entry in tensors.items()
@@ -115,8 +121,8 @@ def _element_bytes(tensors: dict[str, Entry]) -> int:
     return BYTES[most] if most else 0
 
 
-def _dense_sizes(path: Path, config: dict[str, Any]) -> tuple[Architecture, Dimensions]:
-    """Return the family and the sizes of the dense model that a checkpoint came from."""
+def _open_config(path: Path, config: dict[str, Any]) -> tuple[PreTrainedConfig, Architecture]:
+    """Return a checkpoint's config as transformers reads it, and the family of the dense model that it came from."""
     kind = str(config.get("model_type")).removeprefix(MODEL_TYPE_PREFIX)
     if kind not in ARCHITECTURES:
         raise InputError(
@@ -125,5 +131,31 @@ def _dense_sizes(path: Path, config: dict[str, Any]) -> tuple[Architecture, Dime
     architecture = ARCHITECTURES[kind]
     opened: Any = compressed_class(f"{architecture.name}Config")
     opened = opened.from_pretrained(path)  # which reads what JSON has no word for, such as infinity
-    architecture = architecture.resolve(opened)
-    return architecture, architecture.dimensions(opened)
+    return opened, architecture.resolve(opened)
+
+
+def _check_whole(path: Path, config: PreTrainedConfig, architecture: Architecture, tensors: dict[str, Entry]) -> None:
+    """Raise `InputError` unless a checkpoint holds each weight of its model, in its shape.
+
+    One that was quantized since holds others, which transformers alone knows.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    named = config.architectures[0] if config.architectures else architecture.causal_class
+    model_class: Any = compressed_class(named.removeprefix(PREFIX))
+    with torch.device("meta"), refused(f"transformers makes no model of the config in '{path}'"):
+        model = model_class(config)
+    model.tie_weights()
+    wanted = model.state_dict()
+    # transformers takes a tied weight under either of its names.
+    others = {first: other for other, first in model.all_tied_weights_keys.items()}
+    for name in required_tensors(model):
+        if name not in tensors and others.get(name) in tensors:
+            continue
+        if name not in tensors:
+            raise InputError(f"the files in '{path}' lack the weight '{name}': copy the checkpoint again")
+        if tensors[name].shape != list(wanted[name].shape):
+            raise InputError(
+                f"the files in '{path}' hold '{name}' in shape {tuple(tensors[name].shape)}, and its config asks for "
+                f"{tuple(wanted[name].shape)}: copy the checkpoint again"
+            )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from modegpt import modeling_modegpt, stock_model
@@ -121,6 +121,18 @@ def test_the_file_holds_only_what_is_left_and_ties_stay_tied(pair: Pair, folders
     assert tied == pair.dense.config.tie_word_embeddings == ("lm_head.weight" not in tensors)
 
 
+def test_a_tied_weight_may_be_stored_under_its_other_name(
+    pairs: dict[str, Pair], folders: dict[str, Path], tmp_path: Path
+):
+    shutil.copytree(folders["llama-tied"], tmp_path, dirs_exist_ok=True)
+    stored = load_file(tmp_path / "model.safetensors")
+    stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = pairs["llama-tied"].compressed
+    assert describe(tmp_path)["parameters"]["compressed"] == expected.num_parameters()
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, expected(tokens()).logits)
+
+
 def test_bfloat16_keeps_the_rotary_numbers_whole(pair: Pair, folders: dict[str, Path]):
     loaded = AutoModelForCausalLM.from_pretrained(folders[pair.family.name], dtype=torch.bfloat16)
     # As the stock class says; older ones of some families keep fewer tensors so.
@@ -158,6 +170,7 @@ def test_device_map(pair: Pair, folders: dict[str, Path], placement):
 def test_sharded_files(pair: Pair, tmp_path: Path):
     pair.compressed.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    describe(tmp_path)  # finds every weight, whatever a family's files call it
     with torch.no_grad():
         expected = pair.compressed(tokens()).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, expected)
@@ -166,6 +179,7 @@ def test_sharded_files(pair: Pair, tmp_path: Path):
 def test_the_base_model_saves_and_loads_alone(pair: Pair, folders: dict[str, Path], tmp_path: Path):
     base = AutoModel.from_pretrained(folders[pair.family.name])
     base.save_pretrained(tmp_path)
+    describe(tmp_path)  # whose names have no prefix
     with torch.no_grad():
         expected = base(tokens()).last_hidden_state
         assert torch.equal(AutoModel.from_pretrained(tmp_path)(tokens()).last_hidden_state, expected)
