@@ -68,6 +68,7 @@ CASES = [
     ("SmolVLM", "LlamaConfig", None),
     ("Idefics3", "LlamaConfig", None),
     ("Gemma4", "Gemma4TextConfig", None),
+    ("Gemma4Unified", "Gemma4UnifiedTextConfig", None),
     ("Qwen3_5", "Qwen3_5TextConfig", None),
     ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", None),
 ]

@@ -17,7 +17,8 @@ from .ernie import ERNIE4_5, ERNIE4_5_MOE
 from .exaone4 import EXAONE4, EXAONE_MOE, KOLIBRI1
 from .falcon import FALCON
 from .falcon_h1 import FALCON_H1
-from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, VAULTGEMMA
+from .flint import FLINT
+from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT, VAULTGEMMA
 from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
 from .gpt2 import GPT2, GPT_BIGCODE
 from .gpt_neo import GPT_NEO
@@ -70,10 +71,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         QWEN3_5_TEXT,
         QWEN3_5_MOE_TEXT,
         QWEN3_NEXT,
+        FLINT,
         GEMMA,
         GEMMA2,
         GEMMA3_TEXT,
         GEMMA4_TEXT,
+        GEMMA4_UNIFIED_TEXT,
         VAULTGEMMA,
         OLMO,
         OLMO2,

@@ -55,10 +55,10 @@ class Gemma4Architecture(Architecture):
             "num_kv_shared_layers": "later blocks read the keys and values of earlier ones",
         }
         for name, reason in reasons.items():
-            if getattr(config, name):
-                raise InputError(f"the model has {name} {getattr(config, name)}: {reason}; give Gemma 4 31B or 26B")
+            if said := getattr(config, name, None):
+                raise InputError(f"the model has {name} {said}: {reason}; give Gemma 4 31B, 26B or 12B")
         resolved = super().resolve(config)
-        if not config.enable_moe_block:
+        if not getattr(config, "enable_moe_block", False):
             return resolved
         return replace(
             resolved,
@@ -88,4 +88,12 @@ GEMMA4_TEXT = Gemma4Architecture(
     whole_attention=True,
     notes="Gemma 4 31B and 26B-A4B, in `gemma4` files; the MLPs, or the experts beside them, alone: queries, keys and "
     "values are normalised",
+)
+
+GEMMA4_UNIFIED_TEXT = replace(
+    GEMMA4_TEXT,
+    model_type="gemma4_unified_text",
+    name="Gemma4UnifiedText",
+    causal_lm="Gemma4UnifiedForCausalLM",
+    notes="Gemma 4 12B, in `gemma4_unified` files; as `gemma4_text`, without experts",
 )

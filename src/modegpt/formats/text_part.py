@@ -10,6 +10,7 @@ from ..errors import InputError
 MULTIMODAL = (
     "gemma3",
     "gemma4",
+    "gemma4_unified",
     "mistral3",
     "llava",
     "llava_next",
@@ -23,6 +24,7 @@ MULTIMODAL = (
 LANGUAGE_MODELS = (
     "gemma3_text",
     "gemma4_text",
+    "gemma4_unified_text",
     "llama",
     "ministral3",
     "mistral",
