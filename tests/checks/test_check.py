@@ -164,6 +164,7 @@ def test_a_wrong_description_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("glm4", {"mlp_norm": ""}, "what the MLP adds"),
         ("granite", {"mlp_factor": 1.0}, "what the MLP adds"),
+        ("gemma4_text", {"sum_factor": ""}, "what the MLP adds"),
         ("apertus", {"buffers": ()}, "fresh process"),
         ("gptj", {"attention": "attn.q_proj"}, "order in a block"),
     ],

@@ -71,6 +71,7 @@ def expected_scores(pair: Pair) -> list[list[float]]:
         before, after = seen[block]
         added = sum((seen[mlp][1].view(before.shape) for mlp in last[block]), torch.zeros_like(before))
         added = added * getattr(block, "residual_multiplier", getattr(block, "residual_scale", 1.0))
+        after = after / getattr(block, "layer_scalar", 1.0)  # by which Gemma 4 multiplies the sum
         if architecture.parallel:
             scores.append([cosine_loss(before, after - added), cosine_loss(before, before + added)])
         else:

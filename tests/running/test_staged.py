@@ -1,6 +1,7 @@
 """One block in two stages: the MLP's moments behind the compressed attention, and what the logits are measured with."""
 
 import math
+from dataclasses import replace
 from functools import lru_cache, partial
 
 import pytest
@@ -346,6 +347,16 @@ def test_stages_follow_the_solver_of_the_mlp_and_the_kind_of_block(settings, par
     assert stages({**full, "vo": 1}, family.architecture, family.dims, config) == [("vo",)]
 
 
+@by_name([family for family in WITH_MLP if family.architecture.adds_mlp])
+def test_what_a_block_lacks_makes_it_put_out_what_is_wanted(family: Family):
+    source, calibration = opened(family)
+    block, architecture = source.blocks.peek(0, CPU), replace(source.architecture, mlp_norm="")
+    stream = next(iter(calibration.hidden)).double()
+    wanted = stream.flip(1)
+    lacking = architecture.lacking(block, wanted, stream)
+    torch.testing.assert_close(architecture.put_out(block, stream, lacking), wanted, rtol=1e-12, atol=1e-12)
+
+
 @by_name(WITH_MLP)
 def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(family: Family):
     source, calibration = opened(family)
@@ -366,7 +377,8 @@ def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(famil
             for output, states in zip(outputs, calibration.hidden, strict=True)
         ]
     )
-    added = architecture.added(block, own + change) - architecture.added(block, own)
+    silent = torch.zeros_like(own)
+    added = architecture.put_out(block, silent, own + change) - architecture.put_out(block, silent, own)
     # Residuals are of size ten, float32.
     assert torch.allclose(after - before, added, atol=1e-4) == architecture.adds_mlp
 

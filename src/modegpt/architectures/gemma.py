@@ -62,6 +62,8 @@ class Gemma4Architecture(Architecture):
             return resolved
         return replace(
             resolved,
+            # One more norm stands behind the sum of both.
+            adds_mlp=False,
             experts="experts",
             experts_per_token="top_k_experts",
             shared_down=self.down,
@@ -80,8 +82,7 @@ GEMMA4_TEXT = Gemma4Architecture(
     causal_lm="Gemma4ForCausalLM",
     middle="pre_feedforward_layernorm",
     mlp_norm="post_feedforward_layernorm",
-    # A block multiplies the sum by a number of its own, `layer_scalar`.
-    adds_mlp=False,
+    sum_factor="layer_scalar",
     buffers=("layer_scalar",),
     start_token=True,
     # Values are normalised, too, and in some layers they are the keys.

@@ -85,8 +85,10 @@ class Architecture:
     parallel: bool | str = False
     """Whether attention and MLP read the same input, so that there is no such stream; or the config's switch."""
     adds_mlp: bool | str = True
-    """Whether a block puts out the residual stream plus what its MLP adds, and no norm or multiple of that sum; or the
-    config's switch."""
+    """Whether a block puts out the residual stream plus what its MLP adds, and no norm of that sum; or the config's
+    switch."""
+    sum_factor: str = ""
+    """A block's buffer of one number by which it multiplies that sum, from the block; empty for none."""
     mlp_norm: str = ""
     """The RMS norm that the MLP's output passes before it is added, from the block; empty for none."""
     mlp_factor: float | str = 1.0
@@ -162,7 +164,7 @@ class Architecture:
 
         Experts must read a stream behind the attention and add to it as they are, as each makes up for those before it.
         """
-        return bool(self.adds_mlp) and not (self.experts and (self.mlp_norm or self.parallel))
+        return bool(self.adds_mlp) and not (self.experts and (self.mlp_norm or self.sum_factor or self.parallel))
 
     def resolve(self, config: Any) -> "Architecture":
         """Return what holds for the models of one config.
@@ -356,11 +358,25 @@ class Architecture:
         return [getattr(attention, name) for name in (self.query_norm, self.key_norm) if hasattr(attention, name)]
 
     @torch.no_grad()
-    def added(self, block: nn.Module, output: Tensor) -> Tensor:
-        """Return what a block adds to the residual stream of its MLP's `(..., d_model)` output."""
+    def put_out(self, block: nn.Module, stream: Tensor, output: Tensor) -> Tensor:
+        """Return what a block puts out, of the residual stream behind its attention and of its MLP's output.
+
+        Both are `(..., d_model)`.
+        """
         if self.mlp_norm:
             output = block.get_submodule(self.mlp_norm)(output)
-        return output if self.mlp_factor == 1 else output * float(self.mlp_factor)
+        total = stream + (output if self.mlp_factor == 1 else output * float(self.mlp_factor))
+        return total * block.get_buffer(self.sum_factor) if self.sum_factor else total
+
+    @torch.no_grad()
+    def lacking(self, block: nn.Module, wanted: Tensor, stream: Tensor) -> Tensor:
+        """Return the MLP's output with which a block without a norm behind it puts out what is wanted.
+
+        The stream is that behind its attention, or holds a part of the MLP's output: then that which is lacking.
+        """
+        if self.sum_factor:
+            wanted = wanted / block.get_buffer(self.sum_factor)
+        return (wanted - stream) / float(self.mlp_factor)
 
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""

@@ -145,7 +145,7 @@ def mlp_sum(subject: Subject) -> tuple[str, str]:
     """Change what the MLP of one block gives, and see whether the block's output changes by what it should."""
     architecture = subject.architecture
     if not architecture.adds_mlp:
-        return "skipped", "the block norms or scales its sum, so the MLP is compressed without the dense model beside"
+        return "skipped", "the block norms its sum, so the MLP is compressed without the dense model beside"
     block = _typical(subject)
     down = block.get_submodule(architecture.experts or architecture.down)
 
@@ -165,9 +165,13 @@ def mlp_sum(subject: Subject) -> tuple[str, str]:
         return seen[0].view_as(seen[1]), seen[1]
 
     (output, before), (changed, after) = run(0), run(1)
-    expected = architecture.added(block, changed) - architecture.added(block, output)
+    silent = torch.zeros_like(output)
+    expected = architecture.put_out(block, silent, changed) - architecture.put_out(block, silent, output)
     difference, allowed = distance(after - before, expected), subject.allowed(before)
     told = f"off by {difference:.1e} at most, allowed {allowed:.1e}"
     if difference <= allowed:
         return "passed", f"a block adds to the residual stream what is described of its MLP's output ({told})"
-    return "failed", f"a block adds something else of its MLP's output: see mlp_norm, mlp_factor, adds_mlp ({told})"
+    return (
+        "failed",
+        f"a block adds something else of its MLP's output: see mlp_norm, mlp_factor, sum_factor, adds_mlp ({told})",
+    )

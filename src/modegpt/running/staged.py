@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,8 +117,8 @@ class BlockCompressor:
             down = architecture.projection(block, "down")
             for batch, states in enumerate(calibration.hidden):
                 with torch.no_grad():  # a family may run its MLP on all tokens in one row
-                    added = architecture.added(block, down(middle.activations[batch]))
-                    calibration.hidden[batch] = states.to(self.device) + added.view_as(states)
+                    output = down(middle.activations[batch]).view_as(states)
+                    calibration.hidden[batch] = architecture.put_out(block, states.to(self.device), output)
 
     def _beside(
         self,
@@ -166,17 +166,14 @@ class BlockCompressor:
         experts, per_token = architecture.mixture(block), architecture.experts_per_token
         width = width_of(experts) * getattr(self.source.config, per_token)
         refit = ExpertRefit(experts, calibration.hidden, self._fits(calibration, width, experts.down_proj.dtype))
-        middles: list[Tensor] = []
         with self.watch.stage("moments"), ExitStack() as stack:
             stack.enter_context(refit.record())
-            keep = architecture.middle_module(block).register_forward_pre_hook
-            # A copy: some blocks add to it in place.
-            stack.callback(keep(lambda _module, inputs: middles.append(inputs[0].clone())).remove)
+            middles = stack.enter_context(self._middles(block))
             wanted = zip(dense.hidden, dense.weights or [None] * len(dense.hidden), strict=True)
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
                 states, weights = next(wanted)
                 states = states.to(self.device)
-                residual = (states.float() - output.float()) / float(architecture.mlp_factor)
+                residual = architecture.lacking(block, states.float(), output.float())
                 refit.lacks(residual, weighed_by_norm(weights, states))
                 calibration.hidden[batch] = middles.pop()
         with self.watch.stage("decompose"):
@@ -224,6 +221,7 @@ class BlockCompressor:
             return
         architecture = self.source.architecture
         weights = calibration.weights
+        middles: list[Tensor] | None = None
         wanted: deque[Tensor] = deque()  # what the dense model gives for the batch that runs
         if dense is not None:
             unknown = [None] * len(dense.hidden)
@@ -243,17 +241,32 @@ class BlockCompressor:
                 if self._fits(calibration, width, down.weight.dtype):
                     kept = middle.activations = []
                     stack.callback(down.register_forward_pre_hook(lambda _m, inputs: kept.append(inputs[0])).remove)
+            if architecture.sum_factor and not architecture.parallel:
+                middles = stack.enter_context(self._middles(block))
             # What these would give is read by nothing; without it, a block that puts out a sum gives its middle.
             stack.enter_context(at_rest(block, idle))
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
+                output = output if middles is None else middles.pop()
                 if wanted:
                     states = wanted.popleft()
                     if normed is None:
-                        moments.update_target((states - output) / float(architecture.mlp_factor))
+                        moments.update_target(architecture.lacking(block, states, output))
                     else:
                         moments.update_target(next(outputs).to(self.device))
                 if middle is not None:
                     calibration.hidden[batch] = output
+
+    @contextmanager
+    def _middles(self, block: nn.Module) -> Iterator[list[Tensor]]:
+        """While the context is open, every forward of a block adds the residual stream behind its attention."""
+        middles: list[Tensor] = []
+        keep = self.source.architecture.middle_module(block).register_forward_pre_hook
+        # A copy: some blocks add to it in place.
+        handle = keep(lambda _module, inputs: middles.append(inputs[0].clone()))
+        try:
+            yield middles
+        finally:
+            handle.remove()
 
     def _moved(self, dense: Calibration, onto: deque[Tensor]) -> Iterator[Tensor]:
         """Yield the hidden states of a calibration on the device, and put them aside, too: each is moved once."""
