@@ -17,6 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    FlexOlmoConfig,
+    FlexOlmoForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     KimiLinearConfig,
@@ -56,6 +58,11 @@ def llama(**changes: object) -> LlamaForCausalLM:
 def mixtral() -> MixtralForCausalLM:
     torch.manual_seed(0)
     return MixtralForCausalLM(MixtralConfig(**SETTINGS, num_local_experts=4, num_experts_per_tok=2)).eval()
+
+
+def flex_olmo() -> FlexOlmoForCausalLM:
+    torch.manual_seed(0)
+    return FlexOlmoForCausalLM(FlexOlmoConfig(**SETTINGS, num_experts=4, num_experts_per_tok=2, pad_token_id=0)).eval()
 
 
 def opt() -> OPTForCausalLM:
@@ -250,9 +257,9 @@ def test_a_disk_that_refuses_hidden_states_is_named(tmp_path: Path):
         HiddenStates(max_bytes=1, folder=tmp_path / "missing" / "hidden").append(states)
 
 
-@pytest.mark.parametrize(("make", "n_streams"), [(llama, 3), (mixtral, 4)])
+@pytest.mark.parametrize(("make", "n_streams"), [(llama, 3), (mixtral, 4), (flex_olmo, 5)])
 def test_the_streams_of_a_run_share_the_memory_of_the_host(make: Callable[[], PreTrainedModel], n_streams: int):
-    """Those of the dense model, of the compressed one and of the probe, and what experts lack."""
+    """Those of the dense model, of the compressed one and of the probe, what experts lack and what a norm reads."""
     batch = 2 * 16 * 32 * 4  # two windows of 16 tokens, 32 numbers each, in float32
     config = CompressionConfig(sparsity=0.25, batch_size=2, device="cpu", max_host_memory=2 * n_streams * batch)
     run = prepare(make(), windows(), config, None, None)

@@ -7,9 +7,18 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.nn import functional
-from transformers import DeepseekV3Config, Glm4MoeConfig, MixtralConfig, MixtralForCausalLM, Qwen2MoeConfig
+from transformers import (
+    AfmoeConfig,
+    DeepseekV3Config,
+    FlexOlmoConfig,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+)
 
-from conformance.families import EXPERTS, FAMILIES, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, Family, tokens
+from conformance.families import EXPERTS, FAMILIES, GEMMA_4, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, Family, tokens
 from decompose.selections import by_loss
 from modegpt import compress
 from modegpt.architectures import Architecture, Dimensions, architecture_of
@@ -26,6 +35,7 @@ from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.observing.at_rest import at_rest
 from modegpt.observing.experts import combined, in_turn, routed, told, watched
+from modegpt.observing.inputs import inputs_of
 from modegpt.running import expert_refit
 from modegpt.running.distributed import Team
 from modegpt.running.expert_refit import ExpertRefit
@@ -410,23 +420,49 @@ def test_what_is_kept_changes_no_bit(model: Any):
     assert torch.equal(kept.down_proj, spilled.down_proj)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+NORMED = {
+    "behind a norm": lambda: FlexOlmoConfig(**SIZES, **GROUPED, num_experts=3, num_experts_per_tok=2),
+    "with a shared expert behind a norm": lambda: AfmoeConfig(
+        **SIZES, **GROUPED, **EXPERTS, head_dim=16, mup_enabled=True
+    ),
+    "each behind a norm": lambda: Gemma4TextConfig(
+        **SIZES,
+        **GEMMA_4,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=3,
+        top_k_experts=2,
+        moe_intermediate_size=40,
+    ),
+}
+"""Mixtures whose output a norm reads, alone or with that of an MLP beside them, and the next norm reads both."""
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *NORMED])
 def test_beside_the_dense_model_experts_are_chosen_by_it_and_lose_less(name: str):
-    dense = random_model(CONFIGS[name]())
+    dense = random_model({**CONFIGS, **NORMED}[name]())
     architecture, dims = sizes_of(dense)
     narrow, alone = (
         compress(dense, WINDOWS, CompressionConfig(sparsity=0.2, batch_size=3, coverage=0, rarity=0, feedback=feedback))
         for feedback in (True, False)
     )
     first = next(i for i in range(dims.n_layers) if architecture.mixture(dense.model.layers[i]) is not None)
-    # The tokens count by the norms of the dense model's states.
+    # The tokens count by the norms of the dense model's states, and where a norm reads what experts give by what it
+    # divides that by.
     states: list[torch.Tensor] = []
     layer = dense.model.layers[first]
     handle = layer.register_forward_hook(lambda _m, _i, output: states.append(output))
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as stack:
+        into_norm = [
+            stack.enter_context(inputs_of(model.model.layers[first].get_submodule(architecture.mlp_norm)))
+            for model in ((dense, narrow) if architecture.mlp_norm else ())
+        ]
         dense(WINDOWS)
+        narrow(WINDOWS)
     handle.remove()
-    moments, _calls = recorded(dense, first, weighed_by_norm(None, states[0]))
+    rms = into_norm[0][0].square().mean(-1).sqrt() if into_norm else None
+    counted = weighed_by_norm(None, states[0], rms)
+    moments, _calls = recorded(dense, first, counted)
     weights = Layout.dense(architecture, dims).read(layer)
     width = narrow.modegpt_report["layers"][first]["ranks"]["mlp"]
     chosen = decide(SOLVERS["mlp"]["saliency"], weights, dims, moments, width, CompressionConfig()).weights["experts"]
@@ -434,6 +470,21 @@ def test_beside_the_dense_model_experts_are_chosen_by_it_and_lose_less(name: str
     for expected, expert in zip(chosen, found.read(narrow.model.layers[first]).experts, strict=True):
         assert torch.equal(expected.ups[0].weight, expert.ups[0].weight)
         assert not torch.equal(expected.down.weight, expert.down.weight)
+
+    if into_norm:  # the target is what the dense model gives the norm, whatever else stands in it
+        wanted, given = (inputs[0] for inputs in into_norm)
+        mixture = architecture.mixture(narrow.model.layers[first])
+        own = []
+        handle = mixture.register_forward_hook(lambda _m, _i, output: own.append(output.view_as(wanted)))
+        with torch.no_grad():
+            narrow(WINDOWS)
+        handle.remove()
+        beside = given - own[0]
+        left, all_of_it = (size(each.flatten(0, 1), counted.flatten()) for each in (wanted - given, wanted - beside))
+        # float32, in sums of another order.
+        assert narrow.modegpt_report["layers"][first]["error"]["mlp"] == pytest.approx(
+            (left / all_of_it) ** 0.5, rel=1e-3
+        )
 
     @torch.no_grad()
     def lost(model: Any) -> float:

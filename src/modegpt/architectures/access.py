@@ -123,15 +123,16 @@ class Layout:
             output = affine(architecture.projection(block, "output"))
         ups = tuple(affine(module).rows(rows) for module, rows in self.ups(block))
         down = affine(architecture.projection(block, "down")) if architecture.has_mlp(block) else None
-        gain = None
-        if down is not None and architecture.mlp_norm:
-            gain = block.get_submodule(architecture.mlp_norm)(down.weight.new_ones(len(down.weight)))
+        experts, gain = self.experts(block), None
+        last = experts[0].down if experts else down
+        if last is not None and architecture.mlp_norm:
+            gain = block.get_submodule(architecture.mlp_norm)(last.weight.new_ones(len(last.weight)))
         return BlockWeights(
             **heads,
             output=output,
             ups=ups,
             down=down,
-            experts=self.experts(block),
+            experts=experts,
             mlp_gain=gain,
             norms=self._norms(block),
         )

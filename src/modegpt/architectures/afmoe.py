@@ -8,7 +8,8 @@ AFMOE = Architecture(
     # The output of attention passes a gate coordinate by coordinate, and its queries and keys are normalised.
     whole_attention=True,
     middle="pre_mlp_layernorm",
-    # A norm stands behind the sum of what the experts and the MLP beside them put out.
+    # It reads the sum of what the experts and the MLP beside them put out.
+    mlp_norm="post_mlp_layernorm",
     adds_mlp=False,
     experts="mlp.experts",
     shared_experts="num_shared_experts",

@@ -49,7 +49,8 @@ KOLIBRI1 = replace(
     model_type="kolibri1",
     name="Kolibri1",
     shared_experts="",
-    # A norm stands behind the sum of what the experts and the MLP beside them put out.
+    # It reads the sum of what the experts and the MLP beside them put out.
+    mlp_norm="post_mlp_layernorm",
     adds_mlp=False,
     file_names=(
         (".mlp.gate.e_score_correction_bias", ".moe.router.expert_bias"),

@@ -62,7 +62,8 @@ class Gemma4Architecture(Architecture):
             return resolved
         return replace(
             resolved,
-            # One more norm stands behind the sum of both.
+            # One more norm stands behind the sum of what this one and that of the MLP beside give.
+            mlp_norm="post_feedforward_layernorm_2",
             adds_mlp=False,
             experts="experts",
             experts_per_token="top_k_experts",

@@ -90,7 +90,8 @@ class Architecture:
     sum_factor: str = ""
     """A block's buffer of one number by which it multiplies that sum, from the block; empty for none."""
     mlp_norm: str = ""
-    """The RMS norm that the MLP's output passes before it is added, from the block; empty for none."""
+    """The RMS norm that the MLP's output passes before it is added, from the block; empty for none. That of experts may
+    pass it together with that of an MLP beside them."""
     mlp_factor: float | str = 1.0
     """What the MLP's output is multiplied by before it is added, or the config's name for that."""
     kv_heads: int | str = "num_key_value_heads"
@@ -160,11 +161,14 @@ class Architecture:
 
     @property
     def makes_up(self) -> bool:
-        """Whether MLPs can be refitted to the dense model's stream: of a resolved architecture.
+        """Whether MLPs can be refitted to the dense model: of a resolved architecture.
 
-        Experts must read a stream behind the attention and add to it as they are, as each makes up for those before it.
+        To its stream, or to what the norm that follows them reads there. Experts must read a stream behind the
+        attention, as each makes up for those before it.
         """
-        return bool(self.adds_mlp) and not (self.experts and (self.mlp_norm or self.sum_factor or self.parallel))
+        if not self.experts:
+            return bool(self.adds_mlp)
+        return not self.parallel and (bool(self.mlp_norm) or (bool(self.adds_mlp) and not self.sum_factor))
 
     def resolve(self, config: Any) -> "Architecture":
         """Return what holds for the models of one config.

@@ -145,7 +145,7 @@ def mlp_sum(subject: Subject) -> tuple[str, str]:
     """Change what the MLP of one block gives, and see whether the block's output changes by what it should."""
     architecture = subject.architecture
     if not architecture.adds_mlp:
-        return "skipped", "the block norms its sum, so the MLP is compressed without the dense model beside"
+        return "skipped", "a norm reads what the MLP puts out together with more, so that it adds nothing by itself"
     block = _typical(subject)
     down = block.get_submodule(architecture.experts or architecture.down)
 

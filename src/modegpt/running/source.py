@@ -54,11 +54,11 @@ class Source:
 
         Beside the dense model's and the compressed one's, the probe takes a copy at the end, and where an MLP's output
         is normed, that of a block is kept while it is cut: never both at once. Of experts the inputs and what they
-        lack are kept.
+        lack are kept, and what a norm reads of them.
         """
         if not self.runs_beside(config):
             return 1
-        return 4 if self.architecture.experts else 3
+        return 4 + bool(self.architecture.mlp_norm) if self.architecture.experts else 3
 
 
 def dense_config_of(name: str) -> tuple[Any, list[str]]:

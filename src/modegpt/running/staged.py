@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +17,7 @@ from ..errors import NumericalError
 from ..moments import BlockMoments, record_moments
 from ..observing.at_rest import at_rest, attention_at_rest
 from ..observing.experts import Routed, told
+from ..observing.inputs import inputs_of
 from ..observing.normed_outputs import NormedOutputs
 from ..report import Stopwatch, room_bytes
 from ..sums.token_weights import weighed_by_norm
@@ -137,7 +138,7 @@ class BlockCompressor:
         if "mlp" not in modules:
             return outcome, None
         if source.architecture.experts:
-            return self._refit_experts(block, index, calibration, dense, outcome)
+            return self._refit_experts(block, index, calibration, dense, outcome, normed)
 
         down = source.architecture.down
         # All but the down projection is final: what it reads must be what the written weights give.
@@ -155,11 +156,18 @@ class BlockCompressor:
         return outcome, middle
 
     def _refit_experts(
-        self, block: nn.Module, index: int, calibration: Calibration, dense: Calibration, outcome: BlockOutcome
+        self,
+        block: nn.Module,
+        index: int,
+        calibration: Calibration,
+        dense: Calibration,
+        outcome: BlockOutcome,
+        normed: NormedOutputs | None,
     ) -> tuple[BlockOutcome, Middle]:
         """Refit the experts of a block that is compressed to the dense model's states behind it.
 
-        The calibration is replaced by what follows the attention.
+        Where a norm follows them, to what the dense model gives it (`normed`). The calibration is replaced by what
+        follows the attention.
         """
         architecture, dtype = self.source.architecture, output_dtype(self.config, self.source)
         round_weights(block, architecture, dtype)
@@ -168,13 +176,21 @@ class BlockCompressor:
         refit = ExpertRefit(experts, calibration.hidden, self._fits(calibration, width, experts.down_proj.dtype))
         with self.watch.stage("moments"), ExitStack() as stack:
             stack.enter_context(refit.record())
-            middles = stack.enter_context(self._middles(block))
-            wanted = zip(dense.hidden, dense.weights or [None] * len(dense.hidden), strict=True)
+            middles = stack.enter_context(inputs_of(architecture.middle_module(block)))
+            unknown = [None] * len(dense.hidden)
+            rms, outputs, given = unknown, iter(()), list[Tensor]()
+            if normed is not None:
+                rms, outputs = normed.rms, iter(normed.states)
+                given = stack.enter_context(inputs_of(block.get_submodule(architecture.mlp_norm)))
+            wanted = zip(dense.hidden, dense.weights or unknown, rms, strict=True)
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
-                states, weights = next(wanted)
+                states, *known = next(wanted)
                 states = states.to(self.device)
-                residual = architecture.lacking(block, states.float(), output.float())
-                refit.lacks(residual, weighed_by_norm(weights, states))
+                if normed is None:
+                    residual = architecture.lacking(block, states.float(), output.float())
+                else:
+                    residual = next(outputs).to(self.device).float() - given.pop().float()
+                refit.lacks(residual, weighed_by_norm(known[0], states, known[1]))
                 calibration.hidden[batch] = middles.pop()
         with self.watch.stage("decompose"):
             try:
@@ -242,7 +258,7 @@ class BlockCompressor:
                     kept = middle.activations = []
                     stack.callback(down.register_forward_pre_hook(lambda _m, inputs: kept.append(inputs[0])).remove)
             if architecture.sum_factor and not architecture.parallel:
-                middles = stack.enter_context(self._middles(block))
+                middles = stack.enter_context(inputs_of(architecture.middle_module(block)))
             # What these would give is read by nothing; without it, a block that puts out a sum gives its middle.
             stack.enter_context(at_rest(block, idle))
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
@@ -255,18 +271,6 @@ class BlockCompressor:
                         moments.update_target(next(outputs).to(self.device))
                 if middle is not None:
                     calibration.hidden[batch] = output
-
-    @contextmanager
-    def _middles(self, block: nn.Module) -> Iterator[list[Tensor]]:
-        """While the context is open, every forward of a block adds the residual stream behind its attention."""
-        middles: list[Tensor] = []
-        keep = self.source.architecture.middle_module(block).register_forward_pre_hook
-        # A copy: some blocks add to it in place.
-        handle = keep(lambda _module, inputs: middles.append(inputs[0].clone()))
-        try:
-            yield middles
-        finally:
-            handle.remove()
 
     def _moved(self, dense: Calibration, onto: deque[Tensor]) -> Iterator[Tensor]:
         """Yield the hidden states of a calibration on the device, and put them aside, too: each is moved once."""
