@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 from transformers import (
     AfmoeConfig,
+    Cohere2MoeConfig,
     DeepseekV3Config,
     FlexOlmoConfig,
     Gemma4TextConfig,
@@ -219,6 +220,7 @@ def test_all_experts_of_a_layer_keep_one_width_that_grouped_products_take(model:
 
 
 CONFIGS = {
+    "beside attention": lambda: Cohere2MoeConfig(**SIZES, **GROUPED, **EXPERTS, head_dim=16, tie_word_embeddings=True),
     "mixtral": lambda: MixtralConfig(**SIZES, **GROUPED, num_local_experts=3, num_experts_per_tok=2),
     "shared expert": lambda: Qwen2MoeConfig(**SIZES, **GROUPED, **EXPERTS, shared_expert_intermediate_size=24),
     "first layers without": lambda: Glm4MoeConfig(**SIZES, **GROUPED, **GROUPED_EXPERTS, head_dim=16),

@@ -163,12 +163,11 @@ class Architecture:
     def makes_up(self) -> bool:
         """Whether MLPs can be refitted to the dense model: of a resolved architecture.
 
-        To its stream, or to what the norm that follows them reads there. Experts must read a stream behind the
-        attention, as each makes up for those before it.
+        To its stream, or to what the norm that follows them reads there.
         """
         if not self.experts:
             return bool(self.adds_mlp)
-        return not self.parallel and (bool(self.mlp_norm) or (bool(self.adds_mlp) and not self.sum_factor))
+        return bool(self.mlp_norm) or (bool(self.adds_mlp) and not self.sum_factor)
 
     def resolve(self, config: Any) -> "Architecture":
         """Return what holds for the models of one config.

@@ -163,11 +163,11 @@ class BlockCompressor:
         dense: Calibration,
         outcome: BlockOutcome,
         normed: NormedOutputs | None,
-    ) -> tuple[BlockOutcome, Middle]:
+    ) -> tuple[BlockOutcome, Middle | None]:
         """Refit the experts of a block that is compressed to the dense model's states behind it.
 
         Where a norm follows them, to what the dense model gives it (`normed`). The calibration is replaced by what
-        follows the attention.
+        follows the attention, unless that is beside them.
         """
         architecture, dtype = self.source.architecture, output_dtype(self.config, self.source)
         round_weights(block, architecture, dtype)
@@ -176,7 +176,9 @@ class BlockCompressor:
         refit = ExpertRefit(experts, calibration.hidden, self._fits(calibration, width, experts.down_proj.dtype))
         with self.watch.stage("moments"), ExitStack() as stack:
             stack.enter_context(refit.record())
-            middles = stack.enter_context(inputs_of(architecture.middle_module(block)))
+            middles: list[Tensor] | None = None
+            if not architecture.parallel:
+                middles = stack.enter_context(inputs_of(architecture.middle_module(block)))
             unknown = [None] * len(dense.hidden)
             rms, outputs, given = unknown, iter(()), list[Tensor]()
             if normed is not None:
@@ -191,13 +193,15 @@ class BlockCompressor:
                 else:
                     residual = next(outputs).to(self.device).float() - given.pop().float()
                 refit.lacks(residual, weighed_by_norm(known[0], states, known[1]))
-                calibration.hidden[batch] = middles.pop()
+                if middles is not None:
+                    calibration.hidden[batch] = middles.pop()
         with self.watch.stage("decompose"):
             try:
                 error = refit.run(self.team, dtype)
             except NotPositiveDefiniteError as problem:
                 raise NumericalError(f"layer {index}, mlp: {problem}") from problem
-        return replace(outcome, error={**outcome.error, "mlp": error}), Middle(sent=refit.sent)
+        outcome = replace(outcome, error={**outcome.error, "mlp": error})
+        return outcome, None if middles is None else Middle(sent=refit.sent)
 
     def _decide(
         self,
