@@ -1,7 +1,7 @@
 """Families for which no trained weights are at hand: small models of them, trained here, and what they lose.
 
-Four layers of 128 with about a million parameters each, trained on passages, instructions and Wikipedia until they use
-what they have: models trained on a third of that lose next to nothing (docs/log.md). Protocol: float32, `uniform`;
+Four layers of 128 with one or two million parameters each, trained on passages, instructions and Wikipedia until they
+use what they have: models trained on a third of that lose next to nothing (docs/log.md). Protocol: float32, `uniform`;
 calibrated on 64 windows of 256 tokens of text left out of training, measured on 400 windows of what comes after it.
 A model takes some 25 minutes to train on one core, and is kept in `--cache`.
 
@@ -26,6 +26,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    FlexOlmoConfig,
+    FlexOlmoForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoXConfig,
@@ -75,11 +79,26 @@ def rotary(mlp: int) -> dict[str, Any]:
     }
 
 
+def gemma4(mlp: int, **experts: Any) -> PreTrainedModel:
+    sizes: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": WIDTH // HEADS, "hidden_size_per_layer_input": 0}
+    windows = {"sliding_window": LENGTH // 2, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+    wide: dict[str, Any] = {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    config = Gemma4TextConfig(**rotary(mlp), **sizes, **windows, **wide, **experts, pad_token_id=1)
+    return Gemma4ForCausalLM(config)
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": opt,
     "gpt2": gpt2,
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**rotary(4 * WIDTH))),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**rotary(3 * WIDTH), num_key_value_heads=2)),
+    "gemma4_text": lambda: gemma4(3 * WIDTH),
+    "gemma4_text-experts": lambda: gemma4(
+        WIDTH, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=96
+    ),
+    "flex_olmo": lambda: FlexOlmoForCausalLM(
+        FlexOlmoConfig(**rotary(WIDTH), num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, pad_token_id=1)
+    ),
 }
 
 
