@@ -150,12 +150,11 @@ def _check_whole(path: Path, config: PreTrainedConfig, architecture: Architectur
     # transformers takes a tied weight under either of its names.
     others = {first: other for other, first in model.all_tied_weights_keys.items()}
     for name in required_tensors(model):
-        if name not in tensors and others.get(name) in tensors:
-            continue
-        if name not in tensors:
+        stored = tensors.get(name) or tensors.get(others.get(name, name))
+        if stored is None:
             raise InputError(f"the files in '{path}' lack the weight '{name}': copy the checkpoint again")
-        if tensors[name].shape != list(wanted[name].shape):
+        if stored.shape != list(wanted[name].shape):
             raise InputError(
-                f"the files in '{path}' hold '{name}' in shape {tuple(tensors[name].shape)}, and its config asks for "
+                f"the files in '{path}' hold '{name}' in shape {tuple(stored.shape)}, and its config asks for "
                 f"{tuple(wanted[name].shape)}: copy the checkpoint again"
             )

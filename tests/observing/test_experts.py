@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch.nn import functional
 from transformers import (
-    AfmoeConfig,
     Cohere2MoeConfig,
     DeepseekV3Config,
-    FlexOlmoConfig,
-    Gemma4TextConfig,
     Glm4MoeConfig,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
 )
 
-from conformance.families import EXPERTS, FAMILIES, GEMMA_4, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, Family, tokens
+from conformance.families import EXPERTS, FAMILIES, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, Family, tokens
 from decompose.selections import by_loss
 from modegpt import compress
 from modegpt.architectures import Architecture, Dimensions, architecture_of
@@ -422,21 +419,7 @@ def test_what_is_kept_changes_no_bit(model: Any):
     assert torch.equal(kept.down_proj, spilled.down_proj)
 
 
-NORMED = {
-    "behind a norm": lambda: FlexOlmoConfig(**SIZES, **GROUPED, num_experts=3, num_experts_per_tok=2),
-    "with a shared expert behind a norm": lambda: AfmoeConfig(
-        **SIZES, **GROUPED, **EXPERTS, head_dim=16, mup_enabled=True
-    ),
-    "each behind a norm": lambda: Gemma4TextConfig(
-        **SIZES,
-        **GEMMA_4,
-        hidden_size_per_layer_input=0,
-        enable_moe_block=True,
-        num_experts=3,
-        top_k_experts=2,
-        moe_intermediate_size=40,
-    ),
-}
+NORMED = {family.name: family.config for family in WITH_EXPERTS if family.architecture.mlp_norm}
 """Mixtures whose output a norm reads, alone or with that of an MLP beside them, and the next norm reads both."""
 
 
@@ -459,6 +442,9 @@ def test_beside_the_dense_model_experts_are_chosen_by_it_and_lose_less(name: str
             stack.enter_context(inputs_of(model.model.layers[first].get_submodule(architecture.mlp_norm)))
             for model in ((dense, narrow) if architecture.mlp_norm else ())
         ]
+        own: list[torch.Tensor] = []
+        mixture = architecture.mixture(narrow.model.layers[first])
+        stack.callback(mixture.register_forward_hook(lambda _m, _i, output: own.append(output)).remove)
         dense(WINDOWS)
         narrow(WINDOWS)
     handle.remove()
@@ -475,13 +461,7 @@ def test_beside_the_dense_model_experts_are_chosen_by_it_and_lose_less(name: str
 
     if into_norm:  # the target is what the dense model gives the norm, whatever else stands in it
         wanted, given = (inputs[0] for inputs in into_norm)
-        mixture = architecture.mixture(narrow.model.layers[first])
-        own = []
-        handle = mixture.register_forward_hook(lambda _m, _i, output: own.append(output.view_as(wanted)))
-        with torch.no_grad():
-            narrow(WINDOWS)
-        handle.remove()
-        beside = given - own[0]
+        beside = given - own[0].view_as(given)
         left, all_of_it = (size(each.flatten(0, 1), counted.flatten()) for each in (wanted - given, wanted - beside))
         # float32, in sums of another order.
         assert narrow.modegpt_report["layers"][first]["error"]["mlp"] == pytest.approx(

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ..architectures import Architecture
 from ..architectures.access import affine
 from ..decompose import psd
+from ..observing.inputs import inputs_of
 from ..progress import Progress
 from .reduced import Reduced, reaches, require
 from .walk import Decoder, Walk, layer_parameters, not_plain
@@ -109,14 +110,9 @@ def _directions(states: Iterable[Tensor], rank: int, centred: bool, device: torc
 
 def _middle(walk: Walk, index: int) -> Iterable[Tensor]:
     """Yield the residual stream between attention and MLP of a block, for each batch."""
-    seen: list[Tensor] = []
-    middle = walk.architecture.middle_module(walk.layers[index])
-    hook = middle.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
-    try:
+    with inputs_of(walk.architecture.middle_module(walk.layers[index])) as seen:
         for _ in walk.run(index):
             yield seen.pop()
-    finally:
-        hook.remove()
 
 
 def _projected(states: Tensor, basis: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from ..architectures.access import affine
 from ..architectures.fused import weights_of
 from ..importance import InfluenceMeter, outlier_ratio
 from ..observing.experts import Routed, watched
+from ..observing.inputs import inputs_of
 from .distributed import Team
 
 
@@ -51,36 +52,35 @@ class InfluenceScorer:
     @contextmanager
     def watch(self, block: nn.Module, index: int) -> Iterator[Callable[[Tensor, Tensor], None]]:
         """See `Scorer.watch`."""
-        seen: list[Tensor] = []
+        with ExitStack() as stack:
+            seen = self._read(block, stack)
 
-        def add(before: Tensor, after: Tensor) -> None:
-            states = [state.reshape(before.shape) for state in seen]
-            seen.clear()
-            if self._apart and self._architecture.parallel:
-                (attention,) = states
-                self._meter.update_parts(index, (before, before + attention), (before, after - attention))
-            else:
-                middle = states if states or not self._apart else [after]
-                self._meter.update(index, before, *middle, after)
+            def add(before: Tensor, after: Tensor) -> None:
+                states = [state.reshape(before.shape) for state in seen]
+                seen.clear()
+                if self._apart and self._architecture.parallel:
+                    (attention,) = states
+                    self._meter.update_parts(index, (before, before + attention), (before, after - attention))
+                else:
+                    middle = states if states or not self._apart else [after]
+                    self._meter.update(index, before, *middle, after)
 
-        with self._read(block, seen):
             yield add
 
-    @contextmanager
-    def _read(self, block: nn.Module, seen: list[Tensor]) -> Iterator[None]:
-        """Note, at each pass, what attention adds in a parallel block, else the residual stream after it."""
-        hook = None
+    def _read(self, block: nn.Module, stack: ExitStack) -> list[Tensor]:
+        """Return where each pass notes what attention adds in a parallel block, else the residual stream after it.
+
+        Nothing is noted where attention and MLP are not scored apart, or there is no MLP.
+        """
         if self._apart and self._architecture.parallel:
+            seen: list[Tensor] = []
             attention = block.get_submodule(self._architecture.attention)
             hook = attention.register_forward_hook(lambda _module, _inputs, output: seen.append(output[0]))
-        elif self._apart and self._architecture.any_mlp(block):
-            middle = self._architecture.middle_module(block)
-            hook = middle.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
+            stack.callback(hook.remove)
+            return seen
+        if self._apart and self._architecture.any_mlp(block):
+            return stack.enter_context(inputs_of(self._architecture.middle_module(block)))
+        return []
 
     def scores(self) -> Tensor:
         """See `Scorer.scores`."""

@@ -176,23 +176,21 @@ class BlockCompressor:
         refit = ExpertRefit(experts, calibration.hidden, self._fits(calibration, width, experts.down_proj.dtype))
         with self.watch.stage("moments"), ExitStack() as stack:
             stack.enter_context(refit.record())
-            middles: list[Tensor] | None = None
-            if not architecture.parallel:
-                middles = stack.enter_context(inputs_of(architecture.middle_module(block)))
+            middles = self._middles(block, stack)
             unknown = [None] * len(dense.hidden)
-            rms, outputs, given = unknown, iter(()), list[Tensor]()
+            outputs, into_norm = iter(()), list[Tensor]()
             if normed is not None:
-                rms, outputs = normed.rms, iter(normed.states)
-                given = stack.enter_context(inputs_of(block.get_submodule(architecture.mlp_norm)))
-            wanted = zip(dense.hidden, dense.weights or unknown, rms, strict=True)
+                outputs = iter(normed.states)
+                into_norm = stack.enter_context(inputs_of(block.get_submodule(architecture.mlp_norm)))
+            wanted = zip(dense.hidden, dense.weights or unknown, normed.rms if normed else unknown, strict=True)
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
-                states, *known = next(wanted)
+                states, weights, rms = next(wanted)
                 states = states.to(self.device)
                 if normed is None:
                     residual = architecture.lacking(block, states.float(), output.float())
                 else:
-                    residual = next(outputs).to(self.device).float() - given.pop().float()
-                refit.lacks(residual, weighed_by_norm(known[0], states, known[1]))
+                    residual = next(outputs).to(self.device).float() - into_norm.pop().float()
+                refit.lacks(residual, weighed_by_norm(weights, states, rms))
                 if middles is not None:
                     calibration.hidden[batch] = middles.pop()
         with self.watch.stage("decompose"):
@@ -241,7 +239,6 @@ class BlockCompressor:
             return
         architecture = self.source.architecture
         weights = calibration.weights
-        middles: list[Tensor] | None = None
         wanted: deque[Tensor] = deque()  # what the dense model gives for the batch that runs
         if dense is not None:
             unknown = [None] * len(dense.hidden)
@@ -261,20 +258,29 @@ class BlockCompressor:
                 if self._fits(calibration, width, down.weight.dtype):
                     kept = middle.activations = []
                     stack.callback(down.register_forward_pre_hook(lambda _m, inputs: kept.append(inputs[0])).remove)
-            if architecture.sum_factor and not architecture.parallel:
-                middles = stack.enter_context(inputs_of(architecture.middle_module(block)))
-            # What these would give is read by nothing; without it, a block that puts out a sum gives its middle.
+            middles = None if middle is None else self._middles(block, stack)
+            # What these would give is read by nothing; where attention is beside them, a block gives its stream then.
             stack.enter_context(at_rest(block, idle))
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
-                output = output if middles is None else middles.pop()
+                stream = output if middles is None else middles.pop().view_as(output)
                 if wanted:
                     states = wanted.popleft()
                     if normed is None:
-                        moments.update_target(architecture.lacking(block, states, output))
+                        moments.update_target(architecture.lacking(block, states, stream))
                     else:
                         moments.update_target(next(outputs).to(self.device))
                 if middle is not None:
-                    calibration.hidden[batch] = output
+                    calibration.hidden[batch] = stream
+
+    def _middles(self, block: nn.Module, stack: ExitStack) -> list[Tensor] | None:
+        """Return where every forward of a block adds the residual stream behind its attention, as long as the stack is.
+
+        None where the MLP is beside the attention.
+        """
+        architecture = self.source.architecture
+        if architecture.parallel:
+            return None
+        return stack.enter_context(inputs_of(architecture.middle_module(block)))
 
     def _moved(self, dense: Calibration, onto: deque[Tensor]) -> Iterator[Tensor]:
         """Yield the hidden states of a calibration on the device, and put them aside, too: each is moved once."""
