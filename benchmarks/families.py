@@ -26,6 +26,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     FlexOlmoConfig,
     FlexOlmoForCausalLM,
     Gemma4ForCausalLM,
@@ -34,6 +36,8 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -91,6 +95,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": opt,
     "gpt2": gpt2,
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**rotary(4 * WIDTH))),
+    "bloom": lambda: BloomForCausalLM(
+        BloomConfig(hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=VOCABULARY, **ENDS)
+    ),
+    "mpt": lambda: MptForCausalLM(
+        MptConfig(d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, max_seq_len=LENGTH, vocab_size=VOCABULARY, **ENDS)
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**rotary(3 * WIDTH), num_key_value_heads=2)),
     "gemma4_text": lambda: gemma4(3 * WIDTH),
     "gemma4_text-experts": lambda: gemma4(

@@ -19,7 +19,7 @@ import torch
 import typer
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, MambaConfig
 from typer.testing import CliRunner, Result
 
 from command_line import assert_refused, cells, modegpt
@@ -410,11 +410,11 @@ def test_unusable_models_are_refused(run: tuple[Path, Result], small_text_file: 
     def compress(model: object) -> Result:
         return modegpt("compress", model, "--out", tmp_path / "out", "--calibration", small_text_file, *SMALL)
 
-    empty, bloom = tmp_path / "empty", tmp_path / "bloom"
+    empty, other = tmp_path / "empty", tmp_path / "mamba"
     empty.mkdir()
     assert_refused(compress(empty), str(empty), "config.json")
-    BloomConfig(n_layer=1, hidden_size=8, n_head=2).save_pretrained(bloom)
-    assert_refused(compress(bloom), "'bloom'", "llama", "opt")
+    MambaConfig(num_hidden_layers=1, hidden_size=8).save_pretrained(other)
+    assert_refused(compress(other), "'mamba'", "llama", "opt")
     assert_refused(compress(run[0]), "already compressed")
     assert_refused(compress(small_text_file), "is a file")
     assert_refused(compress(tmp_path / "no.gguf"), "no.gguf", "does not exist")

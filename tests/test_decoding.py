@@ -105,7 +105,7 @@ def test_no_step_copies_the_cache(model):
     assert scores <= largest < min(layer.keys.nbytes for layer in cache.layers)  # pyright: ignore
 
 
-@pytest.mark.parametrize("kind", ["none", "bool", "additive"])
+@pytest.mark.parametrize("kind", ["none", "bool", "additive", "by head"])
 def test_attending_once_is_attention(kind: str):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, n, t, d, generator=generator) for n, t, d in ((6, 1, 5), (2, 9, 5), (2, 9, 3)))
@@ -113,6 +113,8 @@ def test_attending_once_is_attention(kind: str):
     if kind == "additive":
         assert mask is not None
         mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    if kind == "by head":
+        mask = torch.randn(2, 6, 1, 9, generator=generator)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key.repeat_interleave(3, 1), value.repeat_interleave(3, 1), attn_mask=mask, scale=0.3
     )

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM, OPTConfig
+from transformers import BloomConfig, LlamaConfig, LlamaForCausalLM, MptConfig, OPTConfig
 
 from modegpt import evaluate
 from modegpt.errors import InputError, NumericalError
@@ -180,5 +180,7 @@ def test_check_window_reads_the_positions_where_there_are_some():
     check_window(OPTConfig(max_position_embeddings=64), 64)
     with pytest.raises(InputError, match="64 positions"):
         check_window(OPTConfig(max_position_embeddings=64), 65)
+    with pytest.raises(InputError, match="64 positions"):
+        check_window(MptConfig(max_seq_len=64), 65)
     # Bloom's positions are slopes, not a table: any window will do.
     check_window(BloomConfig(), 10**6)

@@ -20,6 +20,7 @@ from .cache_name import CACHE
 from .errors import InputError
 from .loading.models import device_of
 from .measuring.costs import Costs, cache_bytes, costs_of
+from .positions import position_limit
 from .progress import Progress
 
 
@@ -68,7 +69,7 @@ def check_settings(
         raise InputError(f"warmup {settings.warmup} is negative; give 0 or more rounds")
     total = max(settings.lengths) + settings.new_tokens
     for config in configs:
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        limit = position_limit(config)
         if limit is not None and total > limit:
             raise InputError(
                 f"a prompt of {max(settings.lengths)} tokens and {settings.new_tokens} new ones exceed the model's "

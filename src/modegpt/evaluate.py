@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .default_device import on_the_cpu
 from .errors import InputError, NumericalError
 from .loading.models import beyond_vocabulary, device_of
+from .positions import position_limit
 from .progress import Progress
 
 LOGIT_BYTES = 2**30
@@ -37,7 +38,7 @@ def check_window(config: Any, seq_len: int, option: str = "--seq-len") -> None:
 
     `option` is what sets the window.
     """
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions = position_limit(config)
     if positions is not None and seq_len > positions:
         raise InputError(
             f"a window of {seq_len} tokens is longer than the model's {positions} positions;"

@@ -47,6 +47,8 @@ ATTENTION_DEFAULTS = {
     "upcast_rotary": False,
     "query_growth": "",
     "scaling": "scaling",
+    "position_bias": "",
+    "adds_attention": False,
     "sinks": "",
     "softcap": "",
     "dropout": "attention_dropout",
@@ -84,7 +86,7 @@ class CompressedAttention:
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        position_embeddings: Any = None,
         attention_mask: Tensor | None = None,
         cache: Any = None,
         past_key_values: Any = None,
@@ -94,7 +96,7 @@ class CompressedAttention:
         """Attend; arguments and results are those of the stock attention.
 
         The cache has three names: `cache` since transformers 5.24, `past_key_values` before, `layer_past` in some
-        families.
+        families. Where the attention puts out the residual stream, too, that stands in place of the cosines and sines.
         """
         names, scaling = self._names, getattr(self, self._names["scaling"])
         query, key, value = self._project(hidden_states)
@@ -118,9 +120,12 @@ class CompressedAttention:
             if not isinstance(cache, Cache):  # pages of a continuous batch: of the dense head dim in every layer
                 query, key, value = _pad(query, key, value, self._head_dim)
             key, value = cache.update(key, value, self.layer_idx, kwargs)
+        if names["position_bias"]:
+            attention_mask = _biased(attention_mask, kwargs.pop(names["position_bias"]), self._n_heads, key.shape[-2])
+        residual = position_embeddings if names["adds_attention"] else None
         implementation = self.config._attn_implementation
-        if implementation == "sdpa" and self._copies_the_cache(query, key, value, attention_mask):
-            return self._leave(_attend_once(query, key, value, attention_mask, scaling), None)
+        if implementation == "sdpa" and self._copies_the_cache(query, key, value):
+            return self._leave(_attend_once(query, key, value, attention_mask, scaling), None, residual)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
         if _needs_equal_dims(implementation, query.shape[-2]):
             query, key, value = _pad(query, key, value, _equal_dim(key.shape[-1], value.shape[-1], self._head_dim))
@@ -141,16 +146,18 @@ class CompressedAttention:
         )
         if context.shape[-1] > self._value_dim:  # padded
             context = context[..., : self._value_dim]
-        return self._leave(context, weights)
+        return self._leave(context, weights, residual)
 
-    def _leave(self, context: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection."""
+    def _leave(self, context: Tensor, weights: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection, and add a residual stream."""
         output = getattr(self, self._names["output"])(context.flatten(-2))
         name = self._names["output_dropout"]
         dropout: Any = getattr(self, name) if name else 0.0  # a module, or a share
-        if not isinstance(dropout, nn.Module):
-            return nn.functional.dropout(output, dropout, self.training) if dropout else output, weights
-        return dropout(output), weights
+        if isinstance(dropout, nn.Module):
+            output = dropout(output)
+        elif dropout:
+            output = nn.functional.dropout(output, dropout, self.training)
+        return output if residual is None else residual + output, weights
 
     def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each `(batch, tokens, heads, dim)`, from fused or separate projections."""
@@ -197,11 +204,9 @@ class CompressedAttention:
         cos, sin = torch.stack((cos, cos), dim=-2), torch.stack((-sin, sin), dim=-2)
         return cos.unsqueeze(-3), sin.unsqueeze(-3)
 
-    def _copies_the_cache(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    def _copies_the_cache(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Whether SDPA would do so to decode one token: for dims of keys and values that differ, or a group."""
         if query.shape[-2] != 1 or self.training or self._names["softcap"] or self._names["sinks"]:
-            return False
-        if mask is not None and mask.shape[1] != 1:
             return False
         # With equal dims, only compiled stock code repeats what a group shares.
         unequal = key.shape[-1] != value.shape[-1]
@@ -249,6 +254,21 @@ def query_growth(config: Any, slope: str, positions: Tensor) -> Tensor:
     return (1 + rope[slope] * torch.log(1 + lengths))[:, None, :, None]
 
 
+def _biased(mask: Tensor | None, bias: Tensor, n_heads: int, n_keys: int) -> Tensor:
+    """Return a mask that also adds ALiBi's biases to the scores, `(1 or batch, n_heads, 1 or queries, n_keys)`.
+
+    Args:
+        mask: as the stock attention gets it; one of booleans (MPT's) says which keys are hidden.
+        bias: `(n_heads or batch · n_heads, 1, keys)`, which may begin with those of keys before the first.
+        n_heads: query heads.
+        n_keys: keys there are.
+    """
+    bias = bias.view(-1, n_heads, 1, bias.shape[-1])[..., -n_keys:]
+    if mask is None:
+        return bias
+    return bias.masked_fill(mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
 def _only_cache(known: tuple[Any, ...], others: dict[str, Any]) -> Any:
     """Return the cache among the arguments that may hold it, or None; refuse one that comes by another name.
 
@@ -284,7 +304,8 @@ def _attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
     query, key, value = query.reshape(batch * groups, -1, query.shape[-1]), key.flatten(0, 1), value.flatten(0, 1)
     scores = torch.baddbmm(query.new_empty(()), query, key.mT, beta=0, alpha=scaling)
     if mask is not None:
-        scores = scores.unflatten(0, (batch, groups))
+        scores, mask = scores.unflatten(0, (batch, groups)), mask.flatten(1, 2)  # the latter is by head, or for all
+        mask = mask.unflatten(1, (groups, -1) if mask.shape[1] > 1 else (1, 1))
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
         scores = scores.flatten(0, 1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
@@ -491,6 +512,8 @@ def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int
     attention._n_heads, attention._n_kv_heads = n_heads, n_kv_heads
     attention._projections = plan_projections(names, sizes, n_kv_heads if names["by_group"] else 1)
     attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
+    if not hasattr(attention, "config"):
+        attention.config = config
     attention._head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
     attention.num_key_value_groups = n_heads // n_kv_heads  # kernels read it; not every stock class sets it
     if layer["rope_pairs"]:

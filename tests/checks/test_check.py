@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from transformers import (
-    FalconConfig,
     LlamaConfig,
     MambaConfig,
     MinistralConfig,
     NemotronConfig,
+    OlmoConfig,
     PreTrainedConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -136,7 +136,7 @@ def test_an_attention_of_another_kind_stays_whole_and_it_says_which(tmp_path: Pa
     ("config", "words"),
     [
         (MambaConfig(), ["'mamba' is not supported", "llama", "docs/adding-an-architecture.md"]),
-        (FalconConfig(alibi=True), ["ALiBi"]),
+        (OlmoConfig(clip_qkv=8.0), ["clips its queries, keys and values at 8.0"]),
     ],
 )
 def test_what_is_not_supported_is_refused_with_the_reason(config: PreTrainedConfig, words: list[str], tmp_path: Path):

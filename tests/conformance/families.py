@@ -15,6 +15,7 @@ from transformers import (
     ApertusConfig,
     ArceeConfig,
     BailingHybridConfig,
+    BloomConfig,
     CodeGenConfig,
     Cohere2Config,
     Cohere2MoeConfig,
@@ -74,6 +75,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    MptConfig,
     NanoChatConfig,
     NemotronConfig,
     NemotronHConfig,
@@ -168,7 +170,8 @@ ROUTED = 1e-5
 """Where the router computes in float32, in a float64 model too: its shares round at 6e-8, and the logits are near 10. A
 token that was sent elsewhere would change them by their own size."""
 SCORES = 1e-5
-"""Where the stock scores are float32, in a float64 model too: of size ten as logits are, they round at 6e-7."""
+"""Where the stock scores, or their softmax, are float32, in a float64 model too: of size ten as logits are, they round
+at 6e-7."""
 SOFTMAX = 1e-4
 """Where the softmax is float32, in a float64 model too, as capped scores have no other kernel. A row of another length
 may round otherwise, at 6e-8, of which three blocks make 1.2e-5 in logits near 10 (measured). A wrong key would change
@@ -432,6 +435,21 @@ FAMILIES = [
         lambda: FalconConfig(**NO_WIDTH, multi_query=False, parallel_attn=False, bias=True),
         same_bits=False,
     ),
+    Family(
+        "falcon-alibi",
+        lambda: FalconConfig(**NO_WIDTH, alibi=True, multi_query=False, parallel_attn=False, bias=True),
+        same_bits=False,
+        static=False,
+    ),
+    # Its own attention adds what ALiBi gives before it adds up a head's products, not behind.
+    Family("bloom", lambda: BloomConfig(**NO_WIDTH), same_bits=False, stepwise=SCORES),
+    Family(
+        "bloom-normed",
+        lambda: BloomConfig(**NO_WIDTH, apply_residual_connection_post_layernorm=True),
+        same_bits=False,
+        stepwise=SCORES,
+    ),
+    Family("mpt", lambda: MptConfig(**NO_WIDTH, max_seq_len=64, use_cache=True), stepwise=SCORES),
     # A head's coordinates are added up in another order; and the stock model rotates in float32, in float64 too.
     Family("cohere", lambda: CohereConfig(**SIZES, **GROUPED, attention_bias=True), same_bits=False, exact=1e-4),
     Family(

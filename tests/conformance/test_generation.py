@@ -41,7 +41,7 @@ def continued(model: Any) -> torch.Tensor:
 
 def skip_what_stock_lacks(pair: Pair) -> None:
     if not pair.family.static:
-        pytest.skip("the stock attention masks a static cache wrongly")
+        pytest.skip("the stock model masks a static cache wrongly, or fails with one")
 
 
 def test_generate_equals_the_full_forward(pair: Pair):

@@ -6,13 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BloomConfig,
-    FalconConfig,
-    Gemma4TextConfig,
-    GPT2Config,
-    OlmoConfig,
-)
+from transformers import Gemma4TextConfig, GPT2Config, MptConfig, OlmoConfig
 
 from modegpt.architectures import architecture_of
 from modegpt.compress import compress
@@ -26,8 +20,10 @@ from modegpt.running.sizes import layer_sizes
 from .conftest import Pair
 from .families import NO_WIDTH, SIZES, tokens
 
-MLPS = ("mlp", "fc2", "shared_mlp", "feed_forward", "block_sparse_moe", "mixer")
+MLPS = ("mlp", "ffn", "fc2", "shared_mlp", "feed_forward", "block_sparse_moe", "mixer")
 """What gives a block's MLP output, in one family or another; of Granite 4 with experts two of them together."""
+SUMS = {"BloomMLP": "dense_4h_to_h", "MptMLP": "down_proj"}
+"""MLPs that put out the sum with the residual stream, and what in them puts out what they add."""
 NOT_PER_LAYER: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "layer_types": ["sliding_attention", "full_attention", "full_attention"],
@@ -61,6 +57,7 @@ def expected_scores(pair: Pair) -> list[list[float]]:
         mixing = [module for module, _as_pair in architecture.mixing(block)]
         mlps = [name for name in MLPS if getattr(block, name, None) not in (None, *mixing)]
         last[block] = [block.get_submodule(architecture.mlp_norm or name) for name in mlps]
+        last[block] = [mlp.get_submodule(SUMS.get(type(mlp).__name__, "")) for mlp in last[block]]
         hooks += [module.register_forward_hook(note) for module in (block, *last[block])]
     with torch.no_grad():
         pair.dense(WINDOWS)
@@ -141,9 +138,8 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (FalconConfig(**NO_WIDTH, alibi=True), "ALiBi"),
         (OlmoConfig(**SIZES, clip_qkv=8.0), "clips .* at 8.0"),
-        (BloomConfig(), "'bloom' is not supported.*ALiBi"),
+        (MptConfig(attn_config={"clip_qkv": 6.0}), "clips .* at 6.0"),
         (GPT2Config(**NO_WIDTH, add_cross_attention=True), "cross attention"),
         (Gemma4TextConfig(**SIZES), "hidden_size_per_layer_input 256: every block reads"),
         (

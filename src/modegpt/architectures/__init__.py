@@ -8,6 +8,7 @@ from ..formats.text_part import MULTIMODAL, has_text_part
 from .afmoe import AFMOE
 from .apertus import APERTUS
 from .arcee import ARCEE
+from .bloom import BLOOM
 from .cohere import COHERE, COHERE2, COHERE2_MOE
 from .cwm import CWM
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
@@ -39,6 +40,7 @@ from .mimo import MIMO_V2_FLASH
 from .minicpm3 import MINICPM3
 from .mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from .mixtral import MINIMAX_M2, MIXTRAL
+from .mpt import MPT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON, NEMOTRON_H
 from .olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
@@ -102,6 +104,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         GPT_NEOX,
         FALCON,
         FALCON_H1,
+        BLOOM,
+        MPT,
         COHERE,
         COHERE2,
         COHERE2_MOE,
@@ -147,10 +151,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     )
 }
 
-_ALIBI = "its ALiBi positions are added to the scores by its own attention, which the compressed one replaces"
-REFUSED = {"bloom": _ALIBI, "mpt": _ALIBI}
-"""Families that were looked at and left out, with the reason."""
-
 
 def architecture_of(config: Any) -> Architecture:
     """Return the architecture of a dense model's config.
@@ -175,9 +175,8 @@ def architecture_of(config: Any) -> Architecture:
             "which the language model is taken"
         )
     if model_type not in ARCHITECTURES:
-        reason = f" ({REFUSED[model_type]})" if model_type in REFUSED else ""
         raise InputError(
-            f"model type '{model_type}' is not supported{reason}; supported are: {', '.join(sorted(ARCHITECTURES))}, "
+            f"model type '{model_type}' is not supported; supported are: {', '.join(sorted(ARCHITECTURES))}, "
             f"and such language models in: {', '.join(MULTIMODAL)}"
         )
     return ARCHITECTURES[model_type].resolve(config)

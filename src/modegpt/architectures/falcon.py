@@ -3,27 +3,25 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import InputError
 from .spec import Architecture
 
 
 @dataclass(frozen=True)
 class FalconArchitecture(Architecture):
-    """Falcon, whose config switches between three head layouts and three kinds of block."""
+    """Falcon, whose config switches between three head layouts, three kinds of block and two of positions."""
 
     def resolve(self, config: Any) -> Architecture:
-        """Refuse ALiBi, and read the number of key heads and the kind of block."""
-        if config.alibi:
-            raise InputError(
-                "the model has ALiBi positions (alibi), which its own attention adds to the scores; "
-                "give a Falcon with rotary positions, such as Falcon-7B"
-            )
-        kv_heads = 1 if config.multi_query else config.num_attention_heads
-        if config.new_decoder_architecture:
-            kv_heads = config.num_kv_heads
+        """Read the number of key heads, the kind of block, and whether positions are ALiBi's, which the mask holds."""
+        alone = config.multi_query and not config.new_decoder_architecture
         parallel = bool(config.new_decoder_architecture or config.parallel_attn)
-        # Which repeats keys and values before it caches them.
-        return replace(self, kv_heads=kv_heads, parallel=parallel, caches_all=bool(config.new_decoder_architecture))
+        return replace(
+            self,
+            kv_heads=1 if alone else "num_kv_heads",
+            parallel=parallel,
+            # Which repeats keys and values before it caches them.
+            caches_all=bool(config.new_decoder_architecture),
+            rotary=not config.alibi,
+        )
 
 
 FALCON = FalconArchitecture(
@@ -42,5 +40,5 @@ FALCON = FalconArchitecture(
     scaling="inv_norm_factor",
     dropout="",
     tuple_output=True,
-    notes="Falcon 7B (multi-query), 40B, 180B and 2 (grouped); projections fused by group; ALiBi models are refused",
+    notes="Falcon 7B (multi-query), 40B, 180B and 2 (grouped), RW (ALiBi); projections fused by group",
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import InputError
+from .clipping import refuse_clipping
 from .spec import Architecture
 
 
@@ -13,11 +13,7 @@ class OlmoArchitecture(Architecture):
 
     def resolve(self, config: Any) -> Architecture:
         """Refuse clipping, which does not commute with a change of the basis."""
-        if config.clip_qkv is not None:
-            raise InputError(
-                f"the model clips its queries, keys and values at {config.clip_qkv} (clip_qkv), coordinate by "
-                "coordinate, which no narrower head can repeat; give an OLMo without, such as OLMo-1B-hf"
-            )
+        refuse_clipping(config.clip_qkv, "an OLMo without, such as OLMo-1B-hf")
         return super().resolve(config)
 
 

@@ -97,7 +97,7 @@ class Architecture:
     kv_heads: int | str = "num_key_value_heads"
     """The config's name for the number of key heads, or the number; 0 where each query head has its own."""
     width: str = "intermediate_size"
-    """The config's name for the MLP width; four times the model's where that is unset."""
+    """The config's name for the MLP width; four times the model's where that is unset, or this is empty."""
     caches_all: bool = False
     """Whether the stock attention caches a key and a value for each query head, whatever the number of key heads."""
     rotary: bool = True
@@ -114,6 +114,9 @@ class Architecture:
     """Whether the embedding is computed in float32 whatever the states' dtype."""
     query_growth: str = ""
     """What the config's `rope_parameters` call the slope with which queries far into a text grow; empty for none."""
+    position_bias: str = ""
+    """The argument of the attention that holds what ALiBi adds to its scores, by query head and key, unless the mask
+    does; empty for none."""
     scale_query: bool = False
     """Whether the query is scaled before the attention, which then scales by 1 (OPT)."""
     scaling: str = "scaling"
@@ -127,6 +130,8 @@ class Architecture:
     """The attention's attribute for the dropout of its weights, a number or a module; empty for none."""
     output_dropout: str = ""
     """The attention's attribute for the dropout after the output projection, a number or a module; empty for none."""
+    adds_attention: bool = False
+    """Whether the attention itself puts out the residual stream behind it: its second argument is that before it."""
     tuple_output: bool = False
     """Whether a block returns a tuple."""
     start_token: bool = False
@@ -217,17 +222,19 @@ class Architecture:
 
     def mlp_width(self, config: Any) -> int:
         """Return the width of a dense model's MLPs."""
-        return getattr(config, self.width) or 4 * config.hidden_size
+        return (self.width and getattr(config, self.width)) or 4 * config.hidden_size
 
     def set_mlp_width(self, config: Any, width: int) -> None:
         """Give a dense model's config another width of its MLPs: what `mlp_width` returns of it from then on.
 
         An MLP beside experts whose width follows from theirs stays as wide, or becomes wider by less than one expert.
+        Where the config has no name for the width, it stays what it is.
         """
         if self.shared_experts:
             shared = self.mlp_width(config) * (getattr(config, self.shared_experts) or 0)
             setattr(config, self.shared_experts, -(-shared // width))
-        setattr(config, self.width, width)
+        if self.width:
+            setattr(config, self.width, width)
 
     def describe(self) -> dict[str, Any]:
         """Return what the shipped modeling file needs to rebuild the family, for `config.json`."""
@@ -405,6 +412,8 @@ DESCRIBED_IF_SET = (
     "upcast_rotary",
     "query_growth",
     "scaling",
+    "position_bias",
+    "adds_attention",
     "sinks",
     "softcap",
     "dropout",

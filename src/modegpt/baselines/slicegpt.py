@@ -150,6 +150,8 @@ def _project_attention(block: nn.Module, architecture: Architecture, basis: Tens
 
     def shift(_module: Any, _inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
         states = entering.pop()
+        if architecture.adds_attention:  # it puts out x + a
+            return (_projected(output[0], basis), *output[1:])
         return (_projected(states + output[0], basis) - states, *output[1:])
 
     block.register_forward_pre_hook(note, with_kwargs=True)

@@ -39,10 +39,15 @@ def zeroed(subject: Subject) -> tuple[str, str]:
     )
 
 
-def _silence(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    if isinstance(output, tuple):
-        return (torch.zeros_like(output[0]), *output[1:])
-    return torch.zeros_like(output)
+def _silence(module: nn.Module, adds: bool = False) -> RemovableHandle:
+    """Let a module add nothing until the hook is removed; one that `adds` puts out a sum with its second argument."""
+
+    def silent(_module: nn.Module, inputs: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (inputs[1] if adds else torch.zeros_like(output[0]), *output[1:])
+        return torch.zeros_like(output)
+
+    return module.register_forward_hook(silent)
 
 
 def _typical(subject: Subject) -> nn.Module:
@@ -73,7 +78,8 @@ def order(subject: Subject) -> tuple[str, str]:
             return lambda module, arguments: inputs.update({name: arguments[0].clone()})
 
         hooks = [module.register_forward_pre_hook(note(name)) for name, module in places.items()]
-        run_hooked(subject, hooks + [module.register_forward_hook(_silence) for module in silent])
+        adds = architecture.adds_attention
+        run_hooked(subject, hooks + [_silence(module, adds and module in attention) for module in silent])
         return inputs
 
     plain, silenced = heard(), {"attention": heard(attention)}
@@ -105,7 +111,7 @@ def _stands_alone(subject: Subject, block: nn.Module) -> tuple[str, str]:
         seen.extend((inputs[0].clone(), (output[0] if isinstance(output, tuple) else output).clone()))
 
     silent = [block.get_submodule(path) for path in subject.architecture.mlp_outputs(block)]
-    hooks = [module.register_forward_hook(_silence) for module in silent]
+    hooks = [_silence(module) for module in silent]
     run_hooked(subject, [*hooks, block.register_forward_hook(note)])
     if not torch.equal(*seen):
         return "failed", "a block without attention gives more than its MLP does: see mixers, down, shared_down"
@@ -119,18 +125,15 @@ def _all_mixing_is_named(subject: Subject) -> bool:
     """
     architecture, seen, hooks = subject.architecture, list[Tensor](), list[RemovableHandle]()
 
-    def silence(module: nn.Module) -> None:
-        hooks.append(module.register_forward_hook(_silence))
-
     def note(states: Any) -> None:
         seen.append((states[0] if isinstance(states, tuple) else states).clone())
 
     for block in decoder_layers(subject.dense, architecture.describe()):
         for module, _as_pair in architecture.mixing(block):
-            silence(module)
+            hooks.append(_silence(module, architecture.adds_attention))
         hooks.append(block.register_forward_pre_hook(lambda _module, inputs: note(inputs)))
         if architecture.parallel:
-            silence(block.get_submodule(architecture.experts or architecture.down))
+            hooks.append(_silence(block.get_submodule(architecture.experts or architecture.down)))
         if architecture.parallel or not architecture.any_mlp(block):
             hooks.append(block.register_forward_hook(lambda _module, _inputs, output: note(output)))
         else:

@@ -13,6 +13,7 @@ from ..evaluate import check_window, perplexity
 from ..loading.models import open_config, open_model, resolve_device
 from ..loading.tokenizers import has_tokenizer, open_tokenizer
 from ..measuring.prompts import encode
+from ..positions import position_limit
 from ..progress import Progress
 from ..report import protocol
 
@@ -97,8 +98,7 @@ def common_window(configs: Sequence[Any], seq_len: int | None, option: str = "--
     Raises:
         InputError: it predicts nothing, or a model has fewer positions.
     """
-    limits = [getattr(config.get_text_config(), "max_position_embeddings", None) for config in configs]
-    window = seq_len or min([DEFAULT_WINDOW, *(limit for limit in limits if limit is not None)])
+    window = seq_len or min([DEFAULT_WINDOW, *filter(None, map(position_limit, configs))])
     if window < 2:
         raise InputError(f"a window of {window} tokens predicts nothing; give 2 or more")
     for config in configs:

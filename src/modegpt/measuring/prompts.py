@@ -5,6 +5,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from ..errors import InputError, first_line
+from ..positions import position_limit
 
 
 def encode(tokenizer: Any, prompt: str, config: Any, new_tokens: int, chat: bool = False) -> Any:
@@ -27,15 +28,15 @@ def encode(tokenizer: Any, prompt: str, config: Any, new_tokens: int, chat: bool
     if not prompt:
         raise InputError("the prompt is empty; give some text to continue")
     inputs = _in_template(tokenizer, prompt) if chat else _plain(tokenizer, prompt)
-    ids, text_config = inputs["input_ids"], config.get_text_config()
+    ids, vocabulary = inputs["input_ids"], config.get_text_config().vocab_size
     if not ids.numel():
         raise InputError(f"the prompt '{prompt[:80]}' has no tokens by the model's tokenizer; give another text")
-    if int(ids.max()) >= text_config.vocab_size:
+    if int(ids.max()) >= vocabulary:
         raise InputError(
-            f"the prompt has the token {int(ids.max())}, and the model has {text_config.vocab_size} of them; give the "
+            f"the prompt has the token {int(ids.max())}, and the model has {vocabulary} of them; give the "
             "tokenizer that belongs to the model"
         )
-    n_tokens, limit = ids.shape[1], getattr(text_config, "max_position_embeddings", None)
+    n_tokens, limit = ids.shape[1], position_limit(config)
     if limit and n_tokens + new_tokens > limit:
         raise InputError(
             f"{n_tokens} tokens of prompt and {new_tokens} new ones exceed the model's {limit} positions; "

@@ -34,7 +34,7 @@ def at_rest(block: nn.Module, paths: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[None]:
-    """While the context is open, all that mixes tokens in a block gives zeros: for passes that go on from the middle.
+    """While the context is open, all that mixes tokens in a block adds zeros: for passes that go on from the middle.
 
     Given the residual stream behind its attention, a block that puts out a sum (`Architecture.adds_mlp`, not
     `parallel`) then gives what the whole block gives: norms and factors make zeros of zeros.
@@ -45,7 +45,7 @@ def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[
         return x.new_zeros(()).expand_as(x)
 
     def pair(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:
-        return zeros(*inputs, **named), None
+        return inputs[1] if architecture.adds_attention else zeros(*inputs, **named), None
 
     with forwards({module: pair if as_pair else zeros for module, as_pair in architecture.mixing(block)}):
         yield
