@@ -56,7 +56,8 @@ def expected_scores(pair: Pair) -> list[list[float]]:
     for block in blocks:
         mixing = [module for module, _as_pair in architecture.mixing(block)]
         mlps = [name for name in MLPS if getattr(block, name, None) not in (None, *mixing)]
-        last[block] = [block.get_submodule(architecture.mlp_norm or name) for name in mlps]
+        norm = architecture.output_norm(block)
+        last[block] = [block.get_submodule(name) if norm is None else norm for name in mlps]
         last[block] = [mlp.get_submodule(SUMS.get(type(mlp).__name__, "")) for mlp in last[block]]
         hooks += [module.register_forward_hook(note) for module in (block, *last[block])]
     with torch.no_grad():

@@ -125,7 +125,7 @@ def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family, e
         columns = (down.weight if down.weight.shape[0] == source.dims.d_model else down.weight.T).detach()
         for number, (reads, root) in enumerate(windowwise):
             z = reads[index][0, probed]
-            if source.architecture.mlp_norm:
+            if source.architecture.output_norm(layers[index]) is not None:
                 root = before_norm(source, layers[index], z, root)
             effect = weights[number, probed, None] * (root @ columns).square().double()
             expected += torch.stack([(effect * z.double() ** power).sum(0) for power in (2, 1, 0)])
@@ -137,7 +137,7 @@ def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family, e
 def before_norm(source, block, z: Tensor, root: Tensor) -> Tensor:
     """A gradient behind `γ ∘ y/ρ`, the RMS norm of an MLP's output `y`, as it is before it."""
     y = source.architecture.projection(block, "down")(z).detach()
-    norm = block.get_submodule(source.architecture.mlp_norm)
+    norm = source.architecture.output_norm(block)
     rho = (y.square().mean(-1, keepdim=True) + source.config.rms_norm_eps).sqrt()
     gained = root * norm(torch.ones_like(y[0])).detach() * (1 + source.config.rms_norm_eps) ** 0.5
     return gained / rho - y * (y * gained).mean(-1, keepdim=True) / rho**3

@@ -221,7 +221,8 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
     assert calibration.weights is not None
     rarity = torch.cat([each.flatten() for each in calibration.weights])[:, None]
     weights = rarity / torch.cat([states.flatten(0, -2) for states in dense.hidden]).norm(dim=1, keepdim=True)
-    if architecture.mlp_norm:  # it divides what the MLP puts out, and an error of that
+    norm = architecture.output_norm(block)
+    if norm is not None:  # it divides what the MLP puts out, and an error of that
         y = Passed(block, architecture, before, weights).every(1)[0] @ layout.read(block).down.weight.double().T
         weights = weights / y.square().mean(1, keepdim=True).sqrt().float()
     every = EVERY if drifted else 1
@@ -233,8 +234,8 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
     assert dense_weights.down is not None
     prior = dense_weights.down.weight.double()
     down = prior
-    if architecture.mlp_norm:  # what it multiplies a coordinate by is what the residual stream gets of it
-        gain = block.get_submodule(architecture.mlp_norm)(torch.ones(source.dims.d_model)).double()
+    if norm is not None:  # what it multiplies a coordinate by is what the residual stream gets of it
+        gain = norm(torch.ones(source.dims.d_model)).double()
         down = gain.abs().sqrt()[:, None] * prior
     z, some = batches.every(every)
     moment = (some * z).T @ z
@@ -282,7 +283,7 @@ def test_the_dense_model_chooses_and_the_compressed_one_is_refitted_to_it(family
     z, _ = lazy.every(1)
     pairs = zip(dense.hidden, lazy.outputs, strict=True)
     y = torch.cat([(target - output).flatten(0, -2) for target, output in pairs]).double() / architecture.mlp_factor
-    if architecture.mlp_norm:
+    if norm is not None:
         y = batches.every(1)[0] @ prior.T
     prior, bias = prior[:, kept], dense_weights.down.bias
     if bias is not None:

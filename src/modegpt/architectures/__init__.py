@@ -43,7 +43,7 @@ from .mixtral import MINIMAX_M2, MIXTRAL
 from .mpt import MPT
 from .nanochat import NANOCHAT
 from .nemotron import NEMOTRON, NEMOTRON_H
-from .olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
+from .olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMO_HYBRID, OLMOE
 from .opt import OPT
 from .phi import PHI, PHI3, PHIMOE
 from .qwen2 import QWEN2, QWEN2_MOE
@@ -85,6 +85,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         OLMO3,
         OLMOE,
         FLEX_OLMO,
+        OLMO_HYBRID,
         STABLELM,
         GRANITE,
         GRANITE_MOE,

@@ -125,8 +125,9 @@ class Layout:
         down = affine(architecture.projection(block, "down")) if architecture.has_mlp(block) else None
         experts, gain = self.experts(block), None
         last = experts[0].down if experts else down
-        if last is not None and architecture.mlp_norm:
-            gain = block.get_submodule(architecture.mlp_norm)(last.weight.new_ones(len(last.weight)))
+        norm = architecture.output_norm(block)
+        if last is not None and norm is not None:
+            gain = norm(last.weight.new_ones(len(last.weight)))
         return BlockWeights(
             **heads,
             output=output,

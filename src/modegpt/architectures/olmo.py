@@ -1,7 +1,9 @@
-"""OLMo 1, 2 and 3, OLMoE and FlexOlmo."""
+"""OLMo 1, 2 and 3, OLMoE, FlexOlmo and OLMo Hybrid."""
 
 from dataclasses import dataclass, replace
 from typing import Any
+
+from torch import nn
 
 from .clipping import refuse_clipping
 from .spec import Architecture
@@ -59,4 +61,31 @@ FLEX_OLMO = replace(
     name="FlexOlmo",
     experts="mlp.experts",
     notes="FlexOlmo 7x7B; as `olmo2`, with experts",
+)
+
+
+class OlmoHybridArchitecture(Architecture):
+    """OLMo Hybrid, whose layers have their norms behind attention and MLP, or, with linear attention, before them."""
+
+    def middle_module(self, block: nn.Module) -> nn.Module:
+        """Return the norm before the MLP, or the MLP, whichever reads the residual stream."""
+        return block.get_submodule("post_attention_layernorm" if self.output_norm(block) is None else "mlp")
+
+
+OLMO_HYBRID = OlmoHybridArchitecture(
+    model_type="olmo_hybrid",
+    name="OlmoHybrid",
+    middle="post_attention_layernorm",
+    mlp_norm="post_feedforward_layernorm",
+    whole_attention=True,
+    mixers=("linear_attn",),
+    upcast_mixers=True,
+    file_names=(
+        (".input_layernorm.", ".attention_layer_norm."),
+        (".post_attention_layernorm.", ".feedforward_layer_norm."),
+    ),
+    joined_files=((".conv1d.", (".q_conv1d.", ".k_conv1d.", ".v_conv1d.")),),
+    float32=("linear_attn.A_log",),
+    notes="OLMo Hybrid 7B; the MLPs alone: linear attention in three layers of four, and the attention of the others, "
+    "stay whole",
 )

@@ -91,7 +91,7 @@ class Architecture:
     """A block's buffer of one number by which it multiplies that sum, from the block; empty for none."""
     mlp_norm: str = ""
     """The RMS norm that the MLP's output passes before it is added, from the block; empty for none. That of experts may
-    pass it together with that of an MLP beside them."""
+    pass it together with that of an MLP beside them. Some blocks may be without."""
     mlp_factor: float | str = 1.0
     """What the MLP's output is multiplied by before it is added, or the config's name for that."""
     kv_heads: int | str = "num_key_value_heads"
@@ -373,8 +373,9 @@ class Architecture:
 
         Both are `(..., d_model)`.
         """
-        if self.mlp_norm:
-            output = block.get_submodule(self.mlp_norm)(output)
+        norm = self.output_norm(block)
+        if norm is not None:
+            output = norm(output)
         total = stream + (output if self.mlp_factor == 1 else output * float(self.mlp_factor))
         return total * block.get_buffer(self.sum_factor) if self.sum_factor else total
 
@@ -387,6 +388,10 @@ class Architecture:
         if self.sum_factor:
             wanted = wanted / block.get_buffer(self.sum_factor)
         return (wanted - stream) / float(self.mlp_factor)
+
+    def output_norm(self, block: nn.Module) -> Any:
+        """Return the norm that the output of a block's MLP passes before it is added; None where there is none."""
+        return _inside(block, self.mlp_norm)
 
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ..architectures import Architecture
 from ..hidden_states import HiddenStates
 
 
@@ -24,14 +23,14 @@ class NormedOutputs:
         """By batch, `(batch, tokens)` float32 `(Σ y²/d_model)^½`, on the device of the block."""
 
     @contextmanager
-    def record(self, block: nn.Module, architecture: Architecture) -> Iterator[None]:
-        """While the context is open, every forward of a block adds a batch."""
+    def record(self, norm: nn.Module) -> Iterator[None]:
+        """While the context is open, every forward of this norm adds a batch."""
 
         def add(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self.states.append(inputs[0])
             self.rms.append(inputs[0].float().square().mean(-1).sqrt())
 
-        handle = block.get_submodule(architecture.mlp_norm).register_forward_pre_hook(add)
+        handle = norm.register_forward_pre_hook(add)
         try:
             yield
         finally:

@@ -166,9 +166,10 @@ class DensePass:
         with ExitStack() as stack:
             if self.probe is not None and "fisher" in side.neurons.sums:
                 stack.enter_context(self.probe.record(block, architecture, dense, side.neurons.sums["fisher"]))
-            if side.neurons.sums and architecture.mlp_norm:
+            norm = architecture.output_norm(block)
+            if side.neurons.sums and norm is not None:
                 side.normed = NormedOutputs(dense.hidden.another())
-                stack.enter_context(side.normed.record(block, architecture))
+                stack.enter_context(side.normed.record(norm))
             rms = None if side.normed is None else side.normed.rms
             for moments in (side.attention, side.neurons):
                 if moments.sums:

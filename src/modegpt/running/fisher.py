@@ -154,7 +154,7 @@ class FisherProbe:
         """
         down = architecture.projection(block, "down")
         weight = affine(down).weight
-        norm = block.get_submodule(architecture.mlp_norm) if architecture.mlp_norm else None
+        norm = architecture.output_norm(block)
         weights = dense.weights or [None] * len(dense.hidden)
         ends = accumulate((len(states) for states in dense.hidden), initial=0)
         batches = iter(zip(pairwise(ends), weights, strict=True))

@@ -181,7 +181,7 @@ class BlockCompressor:
             outputs, into_norm = iter(()), list[Tensor]()
             if normed is not None:
                 outputs = iter(normed.states)
-                into_norm = stack.enter_context(inputs_of(block.get_submodule(architecture.mlp_norm)))
+                into_norm = stack.enter_context(inputs_of(architecture.output_norm(block)))
             wanted = zip(dense.hidden, dense.weights or unknown, normed.rms if normed else unknown, strict=True)
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
                 states, weights, rms = next(wanted)
