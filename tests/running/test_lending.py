@@ -1,5 +1,7 @@
 """A model in memory is given back as it was, and compressed as if it were in its usual state."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import modegpt
 from modegpt import CompressionConfig
+from modegpt.errors import InputError
 
 WINDOWS = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(1))
 
@@ -42,6 +45,26 @@ def test_a_model_made_in_inference_mode_and_a_call_from_there():
         model = tiny_mistral()
         assert_same(compressed(model), expected)
     assert_same(compressed(model), expected)
+
+
+def test_one_thread_has_a_model_at_a_time():
+    model, begun, go_on = tiny_mistral(), threading.Event(), threading.Event()
+
+    def progress(*_told: object) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    settings = CompressionConfig(sparsity=0.3)
+    first = threading.Thread(target=modegpt.compress, args=(model, WINDOWS, settings), kwargs={"progress": progress})
+    first.start()
+    try:
+        assert begun.wait(60)
+        with pytest.raises(InputError, match="at work in another thread: wait for that, or give a copy"):
+            compressed(model)
+    finally:
+        go_on.set()
+        first.join()
+    assert_same(compressed(model), compressed(tiny_mistral()))
 
 
 def test_an_interrupted_run_puts_the_blocks_back_though_its_traceback_is_kept(monkeypatch: pytest.MonkeyPatch):

@@ -1,13 +1,20 @@
 """A model in memory is lent to a run: how the run needs it, and as it was before."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..errors import InputError
 from ..evaluate import evaluating
 from ..observing.experts import in_turn
+
+_LENT: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+"""Models that are lent now, and to which thread."""
+_GUARD = threading.Lock()
 
 
 @contextmanager
@@ -16,12 +23,33 @@ def lent(model: object) -> Iterator[None]:
 
     It is in evaluation mode, as dropout would be measured with the rest, its experts run one after another, and its
     attention on a kernel that is told by a mask what each token sees.
+
+    Raises:
+        InputError: a run in another thread has it.
     """
     if not isinstance(model, PreTrainedModel):
         yield
         return
-    with evaluating(model), in_turn(model), _masked(model), _with_its_blocks(model):
+    with _to_one_thread(model), evaluating(model), in_turn(model), _masked(model), _with_its_blocks(model):
         yield
+
+
+@contextmanager
+def _to_one_thread(model: PreTrainedModel) -> Iterator[None]:
+    """Let no other thread have the model: a run takes its blocks out, and another one would find them gone."""
+    own = threading.get_ident()
+    with _GUARD:
+        holder = _LENT.get(model, own)
+        nested = model in _LENT
+        if holder != own:
+            raise InputError("the model is at work in another thread: wait for that, or give a copy (copy.deepcopy)")
+        _LENT[model] = own
+    try:
+        yield
+    finally:
+        if not nested:
+            with _GUARD:
+                del _LENT[model]
 
 
 @contextmanager
