@@ -45,6 +45,7 @@ ATTENTION_DEFAULTS = {
     "norm_input": "heads",
     "rotary_first": False,
     "upcast_rotary": False,
+    "sines_first": False,
     "query_growth": "",
     "scaling": "scaling",
     "position_bias": "",
@@ -98,13 +99,15 @@ class CompressedAttention:
         The cache has three names: `cache` since transformers 5.24, `past_key_values` before, `layer_past` in some
         families. Where the attention puts out the residual stream, too, that stands in place of the cosines and sines.
         """
-        names, scaling = self._names, getattr(self, self._names["scaling"])
+        names, scaling = self._names, getattr(self, self._names["scaling"], self._head_dim**-0.5)
         query, key, value = self._project(hidden_states)
         if names["scale_query"]:
             query, scaling = query * scaling, 1.0
         if not names["rotary_first"]:
             query, key = self._normalise(query, "query_norm"), self._normalise(key, "key_norm")
         if self._rope_pairs:
+            if names["sines_first"]:
+                position_embeddings = cosines_first(self, position_embeddings, kwargs.get("position_ids"))
             assert position_embeddings is not None
             cos, sin = self._tables(*position_embeddings)
             query = self._rotate(query.view(*key.shape[:-1], -1, self._qk_dim), cos, sin).flatten(-3, -2)
@@ -241,6 +244,18 @@ class CompressedAttention:
         return getattr(own, "p", own)
 
 
+def cosines_first(attention: Any, tables: Any, positions: Tensor | None) -> Any:
+    """Return rotary tables that come with their sines first (GPT-J) in the common order.
+
+    Args:
+        attention: holds them itself until transformers 5.23.
+        tables: as it gets them, with the views of `CompressedRotary` behind them when one token is decoded; or None.
+        positions: `(1 or batch, tokens)`, read where there are no tables.
+    """
+    sin, cos, *views = attention.embed_positions[positions].chunk(2, dim=-1) if tables is None else tables
+    return cos, sin, *views
+
+
 def query_growth(config: Any, slope: str, positions: Tensor) -> Tensor:
     """Return `1 + β log(1 + ⌊p/L⌋)`, by which queries far into a text grow, `(1 or batch, 1, tokens, 1)`.
 
@@ -326,6 +341,7 @@ class CompressedRotary:
 
     _indices: list[dict[str, Any]]
     """The buffers of each attention, and not the attentions, which would outlive layers that someone drops."""
+    _sines_first: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the stock tables; for one token, also each layer's views of its own cosines and signed sines.
@@ -339,7 +355,7 @@ class CompressedRotary:
         if tables[0].shape[-2] != 1 or any(index.device != tables[0].device for index in indices):
             return tables
         flat = torch.cat([index.flatten() for index in indices])
-        cos, sin = (table.index_select(-1, flat) for table in tables)
+        cos, sin = (table.index_select(-1, flat) for table in (tables[::-1] if self._sines_first else tables))
         sin = torch.stack((-sin, sin), dim=-2)
         shape = indices[0].shape
         if all(index.shape == shape for index in indices):
@@ -421,6 +437,7 @@ class CompressedModel(_ModelBase):
         if rotary is not None and attentions and not isinstance(rotary, CompressedRotary):
             rotary.__class__ = compressed_rotary_class(type(rotary))
             rotary._indices = _Buffers(attention._buffers for attention in attentions)
+            rotary._sines_first = bool(description["architecture"].get("sines_first"))
             for place, attention in enumerate(attentions):
                 attention._place = place
 

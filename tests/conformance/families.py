@@ -400,8 +400,8 @@ FAMILIES = [
     Family("gpt2", lambda: GPT2Config(**NO_WIDTH, scale_attn_by_inverse_layer_idx=True)),
     Family("gpt_bigcode", lambda: GPTBigCodeConfig(**NO_WIDTH)),
     Family("gpt_bigcode-heads", lambda: GPTBigCodeConfig(**NO_WIDTH, multi_query=False, scale_attn_weights=False)),
-    # The scores of both are float32 until transformers 5.23.
-    Family("gptj", lambda: GPTJConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo"), stepwise=SCORES),
+    # The stock scores, and their softmax, are float32. Half a head of GPT-J turns, and is added up in another order.
+    Family("gptj", lambda: GPTJConfig(**NO_WIDTH, rotary_dim=4), same_bits=False, exact=SCORES, stepwise=SCORES),
     Family("codegen", lambda: CodeGenConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo"), stepwise=SCORES),
     Family(
         "gpt_neo",

@@ -20,6 +20,7 @@ class FalconArchitecture(Architecture):
             parallel=parallel,
             # Which repeats keys and values before it caches them.
             caches_all=bool(config.new_decoder_architecture),
+            # The mask holds its biases. Stock eager attention adds them once more, which is taken for an oversight.
             rotary=not config.alibi,
         )
 

@@ -1,21 +1,38 @@
 """GPT-J, and its kin of code models, CodeGen."""
 
 from dataclasses import replace
+from typing import Any
 
+from ..cache_name import CACHE
+from .dimensions import Dimensions
 from .spec import Architecture
 
-GPTJ = Architecture(
+
+class GptjArchitecture(Architecture):
+    """GPT-J, whose config names how many coordinates of a head turn."""
+
+    def dimensions(self, config: Any) -> Dimensions:
+        """Read the sizes from a dense model's config."""
+        dims = super().dimensions(config)
+        return dims if self.whole_attention else replace(dims, rotary_dim=config.rotary_dim)
+
+
+GPTJ = GptjArchitecture(
     model_type="gptj",
     name="GPTJ",
     layers="h",
     attention="attn",
-    whole_attention=True,
     output="out_proj",
     up=("mlp.fc_in",),
     down="mlp.fc_out",
     parallel=True,
     width="n_inner",
-    notes="GPT-J 6B; the MLPs alone, as sines and cosines come in an order of their own; parallel blocks",
+    kv_heads=0,
+    interleaved=True,
+    sines_first=True,
+    output_dropout="resid_dropout",
+    tuple_output=CACHE == "past_key_values",  # until transformers 5.23
+    notes="GPT-J 6B; partial rotary of neighbouring coordinates, parallel blocks",
 )
 
 CODEGEN = replace(
@@ -25,5 +42,7 @@ CODEGEN = replace(
     query="qkv_proj",
     key="qkv_proj",
     value="qkv_proj",
-    notes="CodeGen 350M to 16B; as `gptj`",
+    # Fused in four parts, each of a quarter of the queries, values and keys, in this order.
+    whole_attention=True,
+    notes="CodeGen 350M to 16B; as `gptj`, but the MLPs alone, as attention is fused in a way of its own",
 )

@@ -110,6 +110,8 @@ class Architecture:
     """Whether the pairs are coordinates `2j` and `2j + 1` of a head, and not `j` and `j + r/2`."""
     interleaved_tables: bool = False
     """Whether a pair's cosine and sine are repeated side by side in their tables, too."""
+    sines_first: bool = False
+    """Whether its tables are sines and then cosines, of each pair once."""
     upcast_rotary: bool = False
     """Whether the embedding is computed in float32 whatever the states' dtype."""
     query_growth: str = ""
@@ -120,7 +122,7 @@ class Architecture:
     scale_query: bool = False
     """Whether the query is scaled before the attention, which then scales by 1 (OPT)."""
     scaling: str = "scaling"
-    """The attention's attribute for the softmax scale."""
+    """The attention's attribute for the softmax scale; by the root of the head dim where it has none."""
     softcap: str = ""
     """The attention's attribute for the cap of the scores that it hands to the kernel."""
     sinks: str = ""
@@ -415,6 +417,7 @@ DESCRIBED_IF_SET = (
     "rotary_first",
     "kv_heads",
     "upcast_rotary",
+    "sines_first",
     "query_growth",
     "scaling",
     "position_bias",

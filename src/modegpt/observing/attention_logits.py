@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..architectures.access import Layout
 from ..decompose.logits import gram
-from ..modeling_modegpt import query_growth
+from ..modeling_modegpt import cosines_first, query_growth
 
 QUERIES = 6
 """Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 38 sequences give 228
@@ -77,7 +77,10 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
     places = first + ((torch.arange(count, device=device) + 0.5) * (n_tokens - first) / count).long()
     query = query.index_select(2, places).float()  # of the others nothing is read
     if dims.rotary_dim:
-        cos, sin = (_table(table, layout) for table in arguments["position_embeddings"])
+        tables: Any = arguments.get("position_embeddings")
+        if architecture.sines_first:
+            tables = cosines_first(attention, tables, arguments.get("position_ids"))
+        cos, sin = (_table(table, layout) for table in tables)
         key = _rotate(key, cos, sin, dims.rotary_dim)
         query = _rotate(query, cos[:, :, places], sin[:, :, places], dims.rotary_dim)
     query = query * getattr(attention, architecture.scaling, dims.d_head**-0.5)
