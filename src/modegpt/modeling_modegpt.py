@@ -48,6 +48,8 @@ ATTENTION_DEFAULTS = {
     "sines_first": False,
     "query_growth": "",
     "scaling": "scaling",
+    "upcast_scores": False,
+    "mask_buffer": "",
     "position_bias": "",
     "adds_attention": False,
     "sinks": "",
@@ -99,7 +101,7 @@ class CompressedAttention:
         The cache has three names: `cache` since transformers 5.24, `past_key_values` before, `layer_past` in some
         families. Where the attention puts out the residual stream, too, that stands in place of the cosines and sines.
         """
-        names, scaling = self._names, getattr(self, self._names["scaling"], self._head_dim**-0.5)
+        names, scaling = self._names, softmax_scale(self, self._names["scaling"], self._head_dim)
         query, key, value = self._project(hidden_states)
         if names["scale_query"]:
             query, scaling = query * scaling, 1.0
@@ -125,6 +127,8 @@ class CompressedAttention:
             key, value = cache.update(key, value, self.layer_idx, kwargs)
         if names["position_bias"]:
             attention_mask = _biased(attention_mask, kwargs.pop(names["position_bias"]), self._n_heads, key.shape[-2])
+        if names["mask_buffer"]:
+            attention_mask = _seen(attention_mask, getattr(self, names["mask_buffer"]), query, key.shape[-2])
         residual = position_embeddings if names["adds_attention"] else None
         implementation = self.config._attn_implementation
         if implementation == "sdpa" and self._copies_the_cache(query, key, value):
@@ -136,6 +140,8 @@ class CompressedAttention:
             kwargs["softcap"] = getattr(self, names["softcap"])
         if names["sinks"]:
             kwargs["s_aux"] = getattr(self, names["sinks"])
+        if names["upcast_scores"]:
+            query, key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
         context, weights = attend(
             self,
             query,
@@ -149,7 +155,7 @@ class CompressedAttention:
         )
         if context.shape[-1] > self._value_dim:  # padded
             context = context[..., : self._value_dim]
-        return self._leave(context, weights, residual)
+        return self._leave(context.to(hidden_states.dtype), weights, residual)
 
     def _leave(self, context: Tensor, weights: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection, and add a residual stream."""
@@ -244,6 +250,11 @@ class CompressedAttention:
         return getattr(own, "p", own)
 
 
+def softmax_scale(attention: Any, scaling: float | str, head_dim: int) -> float:
+    """Return what the scores are multiplied by: itself, an attribute of the attention, or the usual root without it."""
+    return getattr(attention, scaling, head_dim**-0.5) if isinstance(scaling, str) else scaling
+
+
 def cosines_first(attention: Any, tables: Any, positions: Tensor | None) -> Any:
     """Return rotary tables that come with their sines first (GPT-J) in the common order.
 
@@ -282,6 +293,14 @@ def _biased(mask: Tensor | None, bias: Tensor, n_heads: int, n_keys: int) -> Ten
     if mask is None:
         return bias
     return bias.masked_fill(mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
+def _seen(mask: Tensor | None, allowed: Tensor, query: Tensor, n_keys: int) -> Tensor:
+    """Return an additive mask that also hides what a buffer does not allow the last queries to see of `n_keys` keys."""
+    if mask is None:
+        mask = query.new_zeros(())
+    allowed = allowed[:, :, n_keys - query.shape[-2] : n_keys, :n_keys]
+    return mask.masked_fill(~allowed, torch.finfo(query.dtype).min)
 
 
 def _only_cache(known: tuple[Any, ...], others: dict[str, Any]) -> Any:
@@ -529,8 +548,10 @@ def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int
     attention._n_heads, attention._n_kv_heads = n_heads, n_kv_heads
     attention._projections = plan_projections(names, sizes, n_kv_heads if names["by_group"] else 1)
     attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
-    if not hasattr(attention, "config"):
+    if not hasattr(attention, "config"):  # older code gets along without, or has another name
         attention.config = config
+    if not hasattr(attention, "layer_idx"):
+        attention.layer_idx = attention.layer_id
     attention._head_dim = getattr(config, "head_dim", None) or config.hidden_size // n_heads
     attention.num_key_value_groups = n_heads // n_kv_heads  # kernels read it; not every stock class sets it
     if layer["rope_pairs"]:

@@ -166,7 +166,7 @@ def test_a_wrong_description_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("granite", {"mlp_factor": 1.0}, "what the MLP adds"),
         ("gemma4_text", {"sum_factor": ""}, "what the MLP adds"),
         ("apertus", {"buffers": ()}, "fresh process"),
-        ("gpt_neo", {"attention": "attn.attention.q_proj"}, "order in a block"),
+        ("qwen3_5_text", {"mixers": ()}, "order in a block"),
         ("codegen", {"attention": "ln_1"}, "order in a block"),
     ],
 )

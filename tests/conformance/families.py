@@ -406,7 +406,7 @@ FAMILIES = [
     Family(
         "gpt_neo",
         lambda: GPTNeoConfig(**NO_WIDTH, attention_types=[[["global", "local", "local"], 1]], window_size=WINDOW),
-        whole=("qk", "vo"),
+        same_bits=False,
         exact=SCORES,
         stepwise=SCORES,
         static=False,

@@ -121,8 +121,13 @@ class Architecture:
     does; empty for none."""
     scale_query: bool = False
     """Whether the query is scaled before the attention, which then scales by 1 (OPT)."""
-    scaling: str = "scaling"
-    """The attention's attribute for the softmax scale; by the root of the head dim where it has none."""
+    scaling: float | str = "scaling"
+    """The attention's attribute for the softmax scale, or the scale; by the root of the head dim where it has none."""
+    upcast_scores: bool = False
+    """Whether the attention computes in float32 whatever the states' dtype."""
+    mask_buffer: str = ""
+    """The attention's buffer of which keys a query may see beside what the mask says, `(1, 1, tokens, tokens)`; empty
+    for none."""
     softcap: str = ""
     """The attention's attribute for the cap of the scores that it hands to the kernel."""
     sinks: str = ""
@@ -420,6 +425,8 @@ DESCRIBED_IF_SET = (
     "sines_first",
     "query_growth",
     "scaling",
+    "upcast_scores",
+    "mask_buffer",
     "position_bias",
     "adds_attention",
     "sinks",

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from ..architectures.access import Layout
 from ..decompose.logits import gram
-from ..modeling_modegpt import cosines_first, query_growth
+from ..modeling_modegpt import cosines_first, query_growth, softmax_scale
 
 QUERIES = 6
 """Query positions of each sequence that are measured, evenly spread: each sees all its keys, and 38 sequences give 228
@@ -83,7 +83,7 @@ def _add(total: Tensor, query: Tensor, key: Tensor, arguments: dict[str, Any], a
         cos, sin = (_table(table, layout) for table in tables)
         key = _rotate(key, cos, sin, dims.rotary_dim)
         query = _rotate(query, cos[:, :, places], sin[:, :, places], dims.rotary_dim)
-    query = query * getattr(attention, architecture.scaling, dims.d_head**-0.5)
+    query = query * softmax_scale(attention, architecture.scaling, dims.d_head)
     if architecture.query_growth:
         query = query * query_growth(attention.config, architecture.query_growth, arguments["position_ids"][:, places])
     allowed = _allowed(arguments.get("attention_mask"), places, n_tokens)
