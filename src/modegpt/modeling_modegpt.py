@@ -40,6 +40,8 @@ ROLES = ("query", "key", "value", "output")
 ATTENTION_DEFAULTS = {
     "kv_heads": "num_key_value_heads",
     "by_group": False,
+    "fused_parts": 0,
+    "fused_order": "query key value",
     "query_norm": "",
     "key_norm": "",
     "norm_input": "heads",
@@ -80,6 +82,7 @@ class CompressedAttention:
     _projections: list[tuple[str, Any, Any]]
     _n_heads: int
     _n_kv_heads: int
+    _n_parts: int
     _head_dim: int
     _qk_dim: int
     _value_dim: int
@@ -176,8 +179,8 @@ class CompressedAttention:
             if len(roles) == 1:
                 states[roles[0]] = output
                 continue
-            if self._names["by_group"]:
-                output = output.unflatten(-1, (groups, -1))
+            if self._n_parts > 1:
+                output = output.unflatten(-1, (self._n_parts, -1))
             states |= zip(roles, output.split(widths, dim=-1), strict=True)
         shape = hidden_states.shape[:-1]
         query = states["query"].reshape(*shape, self._n_heads, self._qk_dim)
@@ -546,7 +549,8 @@ def shrink_attention(attention: Any, names: dict[str, Any], layer: dict[str, int
     attention.__class__ = compressed_attention_class(type(attention))
     attention._names = {name: names[name] for name in (*ATTENTION_DEFAULTS, *ROLES, "scale_query")}
     attention._n_heads, attention._n_kv_heads = n_heads, n_kv_heads
-    attention._projections = plan_projections(names, sizes, n_kv_heads if names["by_group"] else 1)
+    attention._n_parts = names["fused_parts"] or (n_kv_heads if names["by_group"] else 1)
+    attention._projections = plan_projections(names, sizes, attention._n_parts)
     attention._qk_dim, attention._value_dim, attention._rope_pairs = qk_dim, value_dim, layer["rope_pairs"]
     if not hasattr(attention, "config"):  # older code gets along without, or has another name
         attention.config = config
@@ -605,13 +609,14 @@ def shrink_experts(experts: Any, width: int) -> None:
             setattr(experts, name, width)
 
 
-def plan_projections(names: dict[str, Any], sizes: dict[str, int], groups: int) -> list[tuple[str, Any, Any]]:
+def plan_projections(names: dict[str, Any], sizes: dict[str, int], parts: int) -> list[tuple[str, Any, Any]]:
     """Return, for each module that projects queries, keys or values, its name, the roles it plays and their widths.
 
-    Planned once, so that a step asks no names: `groups` is the number of parts in which a fused projection repeats.
+    Planned once, so that a step asks no names: `parts` is their number in a fused projection that comes in several.
     """
-    roles = {name: [role for role in sizes if names[role] == name] for name in dict.fromkeys(names[r] for r in sizes)}
-    return [(name, played, [sizes[role] // groups for role in played]) for name, played in roles.items()]
+    order = names["fused_order"].split()
+    roles = {name: [role for role in order if names[role] == name] for name in dict.fromkeys(names[r] for r in sizes)}
+    return [(name, played, [sizes[role] // parts for role in played]) for name, played in roles.items()]
 
 
 def resize(linear: Any, rows: int | None = None, columns: int | None = None) -> None:

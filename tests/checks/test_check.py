@@ -167,7 +167,7 @@ def test_a_wrong_description_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("gemma4_text", {"sum_factor": ""}, "what the MLP adds"),
         ("apertus", {"buffers": ()}, "fresh process"),
         ("qwen3_5_text", {"mixers": ()}, "order in a block"),
-        ("codegen", {"attention": "ln_1"}, "order in a block"),
+        ("cohere", {"whole_attention": True, "attention": "self_attn.q_proj"}, "order in a block"),
     ],
 )
 def test_one_wrong_field_fails_the_check_that_the_guide_names(

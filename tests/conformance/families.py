@@ -402,7 +402,13 @@ FAMILIES = [
     Family("gpt_bigcode-heads", lambda: GPTBigCodeConfig(**NO_WIDTH, multi_query=False, scale_attn_weights=False)),
     # The stock scores, and their softmax, are float32. Half a head of GPT-J turns, and is added up in another order.
     Family("gptj", lambda: GPTJConfig(**NO_WIDTH, rotary_dim=4), same_bits=False, exact=SCORES, stepwise=SCORES),
-    Family("codegen", lambda: CodeGenConfig(**NO_WIDTH, rotary_dim=8), whole=("qk", "vo"), stepwise=SCORES),
+    Family(
+        "codegen",
+        lambda: CodeGenConfig(**{**NO_WIDTH, "hidden_size": 64, "num_attention_heads": 8}, rotary_dim=4),
+        same_bits=False,
+        exact=SCORES,
+        stepwise=SCORES,
+    ),
     Family(
         "gpt_neo",
         lambda: GPTNeoConfig(**NO_WIDTH, attention_types=[[["global", "local", "local"], 1]], window_size=WINDOW),

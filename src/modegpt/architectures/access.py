@@ -94,12 +94,13 @@ class Layout:
 
     def rows(self, role: str) -> slice | Tensor:
         """Return the stored rows of `query`, `key` or `value` in canonical order; a slice where they are adjacent."""
-        n_groups = self.dims.n_kv_heads
-        sizes = {"query": self.dims.n_heads // n_groups * self.qk_dim, "key": self.qk_dim, "value": self.value_dim}
+        n_groups = self.architecture.fused_parts or self.dims.n_kv_heads
+        n_queries, n_keys = self.dims.n_heads // n_groups, self.dims.n_kv_heads // n_groups
+        sizes = {"query": n_queries * self.qk_dim, "key": n_keys * self.qk_dim, "value": n_keys * self.value_dim}
         names = {name: getattr(self.architecture, name) for name in HEADS}
-        together = [name for name in HEADS if names[name] == names[role]]
+        together = [name for name in self.architecture.fused_order.split() if names[name] == names[role]]
         before = sum(sizes[name] for name in together[: together.index(role)])
-        by_group = self.architecture.by_group and n_groups > 1
+        by_group = (self.architecture.by_group or self.architecture.fused_parts) and n_groups > 1
         reorder = self.interleaved and role != "value"
         if not by_group and not reorder:
             return slice(n_groups * before, n_groups * (before + sizes[role]))

@@ -13,8 +13,7 @@ class GptjArchitecture(Architecture):
 
     def dimensions(self, config: Any) -> Dimensions:
         """Read the sizes from a dense model's config."""
-        dims = super().dimensions(config)
-        return dims if self.whole_attention else replace(dims, rotary_dim=config.rotary_dim)
+        return replace(super().dimensions(config), rotary_dim=config.rotary_dim)
 
 
 GPTJ = GptjArchitecture(
@@ -42,7 +41,9 @@ CODEGEN = replace(
     query="qkv_proj",
     key="qkv_proj",
     value="qkv_proj",
-    # Fused in four parts, each of a quarter of the queries, values and keys, in this order.
-    whole_attention=True,
-    notes="CodeGen 350M to 16B; as `gptj`, but the MLPs alone, as attention is fused in a way of its own",
+    # As on the four devices that it was trained on.
+    fused_parts=4,
+    fused_order="query value key",
+    upcast_rotary=True,
+    notes="CodeGen 350M to 16B; as `gptj`, with projections fused in four parts",
 )

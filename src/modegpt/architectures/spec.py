@@ -44,6 +44,10 @@ class Architecture:
     """The projections, from the attention module. One name for several: they are fused, one after another."""
     by_group: bool = False
     """Whether a fused projection alternates by key head instead: its queries, its key, its value."""
+    fused_parts: int = 0
+    """In how many parts, each with its share of the heads, a fused projection comes instead; 0 for none of that."""
+    fused_order: str = "query key value"
+    """What stands before what in a fused projection, or in a part of it."""
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Every projection into the MLP's intermediate space, from the block; a fused one is named once for each part. Of
     two, the first opens the gate and the second is multiplied by it."""
@@ -353,8 +357,7 @@ class Architecture:
             outputs: of the linear modules of the block that there are, by their paths.
         """
         if self.whole_attention:
-            names = (self.query, self.key, self.value)  # a fused one has parts of one size
-            return sum(outputs.get(f"{self.attention}.{name}", 0) // names.count(name) for name in names[1:])
+            return sum(outputs.get(f"{self.attention}.{name}", 0) for name in (self.key, self.value))
         return dims.n_kv_heads * (ranks["qk"] + ranks["vo"])
 
     def dense_cached(self, dims: Dimensions, outputs: Mapping[str, int]) -> int:
@@ -416,6 +419,8 @@ DESCRIBED_IF_SET = (
     "whole_attention",
     "experts",
     "by_group",
+    "fused_parts",
+    "fused_order",
     "query_norm",
     "key_norm",
     "norm_input",

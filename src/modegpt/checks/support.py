@@ -99,6 +99,7 @@ def _projections(architecture: Architecture, block: Any) -> str:
     told = []
     if architecture.roles and len(set(heads)) == 1:
         order = "alternating by key head" if architecture.by_group else "one after another"
+        order = f"in {architecture.fused_parts} parts" if architecture.fused_parts else order
         told.append(f"query, key and value are fused in {architecture.query} ({order}), which is cut in place")
     if len(architecture.up) > len(set(architecture.up)):
         told.append(f"gate and up are fused in {architecture.up[0]}, which is cut in place")
