@@ -34,6 +34,10 @@ from transformers import (
     Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     MptConfig,
@@ -70,6 +74,19 @@ def gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(**sizes, **drop, vocab_size=VOCABULARY, **ENDS))
 
 
+def gptj() -> PreTrainedModel:
+    drop: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENGTH}
+    half = WIDTH // HEADS // 2
+    return GPTJForCausalLM(GPTJConfig(**sizes, **drop, rotary_dim=half, vocab_size=VOCABULARY, **ENDS))
+
+
+def gpt_neo() -> PreTrainedModel:
+    sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": HEADS, "vocab_size": VOCABULARY}
+    local: dict[str, Any] = {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": LENGTH // 2}
+    return GPTNeoForCausalLM(GPTNeoConfig(**sizes, **local, max_position_embeddings=LENGTH, **ENDS))
+
+
 def rotary(mlp: int) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
@@ -94,6 +111,8 @@ def gemma4(mlp: int, **experts: Any) -> PreTrainedModel:
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": opt,
     "gpt2": gpt2,
+    "gptj": gptj,
+    "gpt_neo": gpt_neo,
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**rotary(4 * WIDTH))),
     "bloom": lambda: BloomForCausalLM(
         BloomConfig(hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS, vocab_size=VOCABULARY, **ENDS)

@@ -357,7 +357,8 @@ class Architecture:
             outputs: of the linear modules of the block that there are, by their paths.
         """
         if self.whole_attention:
-            return sum(outputs.get(f"{self.attention}.{name}", 0) for name in (self.key, self.value))
+            names = (self.query, self.key, self.value)  # a fused one has parts of one size
+            return sum(outputs.get(f"{self.attention}.{name}", 0) // names.count(name) for name in names[1:])
         return dims.n_kv_heads * (ranks["qk"] + ranks["vo"])
 
     def dense_cached(self, dims: Dimensions, outputs: Mapping[str, int]) -> int:
