@@ -173,9 +173,12 @@ def test_a_setting_of_our_solvers_keeps_the_rows_of_others(tiny_llama_dir: Path,
 def test_what_other_methods_do_not_heed_is_told(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
     call = ("--calibration", small_text_file, "--data", small_text_file, "--samples", 4, "--seq-len", 64)
     call = (*call, "--eval-seq-len", 64, "--max-windows", 2, "--sparsity", 0.1, "--methods", "flap,paper")
-    done = modegpt("compare", tiny_llama_dir, "--out", tmp_path / "out", *call, "--modules", "mlp", "--round-to", 4)
+    call = (*call, "--modules", "mlp", "--round-to", 4, "--ridge", 2, "--rarity", 0)
+    done = modegpt("compare", tiny_llama_dir, "--out", tmp_path / "out", *call)
     assert done.exit_code == 0, done.output
-    assert "warning: modules, round_to: heeded by best and paper, not by flap\n" in done.stdout
+    assert "warning: round_to, modules: heeded by best and paper, not by flap\n" in done.stdout
+    assert "warning: ridge: heeded by paper, not by flap\n" in done.stdout
+    assert "warning: rarity: heeded by best, not by flap, paper\n" in done.stdout
     assert "warning: paper: qk stays whole, as it is not among the modules to compress" in done.stdout
 
 

@@ -6,7 +6,7 @@ done) and at the end `compare.json`.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,12 @@ from .scored import Ranked, Scored
 METHODS = ("best", "paper", *BASELINES)
 """What is compared where nothing else is asked for."""
 DENSE = "dense"
+FOR_ALL = ("samples", "seq_len", "sampling", "seed", "dtype", "device", "batch_size", "max_host_memory")
+"""The settings that other methods heed, too, or that change no figure."""
+FOR_BEST = ("coverage", "rarity", "feedback", "mlp_solver", "qk_solver", "vo_solver")
+"""Those that `best` alone heeds: `paper` is what its name says, whatever is asked of `best`."""
+BY_ROW = ("sparsity", "solver")
+"""Those that each row sets."""
 APART = 0.05
 """Share of the blocks by which what methods removed may differ: one of twenty, as some leave layers out whole."""
 
@@ -109,7 +115,7 @@ def compare(
     table = {
         "model": str(model),
         "calibration": work.text.about,
-        "config": {key: value for key, value in config.as_dict().items() if key not in ("sparsity", "solver")},
+        "config": {key: value for key, value in config.as_dict().items() if key not in BY_ROW},
         "measures": {**told, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
         "rows": [shown(row) for row in rows],
         "warnings": [
@@ -125,11 +131,25 @@ def compare(
 
 
 def _unheeded(methods: Sequence[str], config: CompressionConfig) -> list[str]:
-    """Say which settings say nothing to other methods than this package's own solvers."""
-    defaults, own = CompressionConfig(), ("modules", "allocation", "round_to", "max_sparsity", "temperature")
-    changed = [name for name in own if getattr(config, name) != getattr(defaults, name)]
-    others = [method for method in methods if method.partition(":")[0] not in PRESETS]
-    return [f"{', '.join(changed)}: heeded by best and paper, not by {', '.join(others)}"] if changed and others else []
+    """Say which settings say nothing to some of the methods."""
+    defaults = CompressionConfig()
+    given = [
+        field.name
+        for field in fields(config)
+        if field.name not in (*FOR_ALL, *BY_ROW) and getattr(config, field.name) != getattr(defaults, field.name)
+    ]
+    heeding: dict[tuple[str, ...], list[str]] = {}
+    for name in given:
+        who = ("best",) if name in FOR_BEST else ("best", "paper")
+        if name == "ridge" and config.mlp_solver != "leverage":  # of these scores alone
+            who = ("paper",)
+        heeding.setdefault(who, []).append(name)
+    told = []
+    for who, names in heeding.items():
+        others = [method for method in methods if method.partition(":")[0] not in who]
+        if others:
+            told.append(f"{', '.join(names)}: heeded by {' and '.join(who)}, not by {', '.join(others)}")
+    return told
 
 
 def _apart(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -252,9 +272,8 @@ class _Comparison:
     def _asked(self, row: Wanted) -> CompressionConfig:
         rule = row.method.partition(":")[2] or self.config.allocation
         config = self.config
-        if row.solver == "paper":  # is what its name says, whatever is asked of `best`
-            own = ("coverage", "rarity", "feedback", "mlp_solver", "qk_solver", "vo_solver")
-            config = replace(config, **dict.fromkeys(own))
+        if row.solver == "paper":
+            config = replace(config, **dict.fromkeys(FOR_BEST))
         return replace(config, solver=row.solver, sparsity=row.sparsity, allocation=rule)
 
     def _ranked(self, row: Wanted) -> Ranked:
