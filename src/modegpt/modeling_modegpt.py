@@ -128,12 +128,16 @@ class CompressedAttention:
             if not isinstance(cache, Cache):  # pages of a continuous batch: of the dense head dim in every layer
                 query, key, value = _pad(query, key, value, self._head_dim)
             key, value = cache.update(key, value, self.layer_idx, kwargs)
+        implementation = self.config._attn_implementation
+        if implementation not in ("eager", "sdpa") and (names["mask_buffer"] or kwargs.get("alibi") is not None):
+            raise ValueError(
+                f"attention by '{implementation}' leaves out what this model adds to its scores: use 'eager' or 'sdpa'"
+            )
         if names["position_bias"]:
             attention_mask = _biased(attention_mask, kwargs.pop(names["position_bias"]), self._n_heads, key.shape[-2])
         if names["mask_buffer"]:
             attention_mask = _seen(attention_mask, getattr(self, names["mask_buffer"]), query, key.shape[-2])
         residual = position_embeddings if names["adds_attention"] else None
-        implementation = self.config._attn_implementation
         if implementation == "sdpa" and self._copies_the_cache(query, key, value):
             return self._leave(_attend_once(query, key, value, attention_mask, scaling), None, residual)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, self._eager)
@@ -158,7 +162,9 @@ class CompressedAttention:
         )
         if context.shape[-1] > self._value_dim:  # padded
             context = context[..., : self._value_dim]
-        return self._leave(context.to(hidden_states.dtype), weights, residual)
+        if names["upcast_scores"]:
+            context = context.to(hidden_states.dtype)
+        return self._leave(context, weights, residual)
 
     def _leave(self, context: Tensor, weights: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Pass contexts, `(batch, tokens, heads, dim)`, through the output projection, and add a residual stream."""

@@ -135,6 +135,21 @@ def test_a_continuous_batch_gives_the_same_tokens(pairs: dict[str, Pair]):
     assert generated == greedy(pair.compressed, prompts, 5)[:, 9:].tolist()
 
 
+@pytest.mark.parametrize("name", ["bloom", "falcon-alibi", "gpt_neo"])
+def test_a_kernel_that_leaves_out_what_is_added_to_the_scores_is_refused(name: str, pairs: dict[str, Pair]):
+    """As stock Falcon does; kernels for flash attention and pages know no bias by key, and no mask of a layer's own."""
+    model, seen = copy.deepcopy(pairs[name].compressed), []
+    attention = decoder_layers(model, pairs[name].family.architecture.describe())[0].get_submodule(
+        pairs[name].family.architecture.attention
+    )
+    attention.register_forward_pre_hook(lambda _m, given, named: seen.append((given, named)), with_kwargs=True)
+    model(tokens())
+    given, named = seen[0]
+    attention.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="attention by 'flash_attention_2' leaves out"):
+        attention(*given, **named)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
 def test_torchao_weight_only_on_top(pair: Pair, folders: dict[str, Path]):
     from torchao.quantization import Int8WeightOnlyConfig
