@@ -68,17 +68,10 @@ def opt() -> PreTrainedModel:
     return OPTForCausalLM(OPTConfig(**sizes, **drop, vocab_size=VOCABULARY, pad_token_id=1, **ENDS))
 
 
-def gpt2() -> PreTrainedModel:
-    drop: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENGTH}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drop, vocab_size=VOCABULARY, **ENDS))
-
-
-def gptj() -> PreTrainedModel:
-    drop: dict[str, Any] = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    sizes: dict[str, Any] = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENGTH}
-    half = WIDTH // HEADS // 2
-    return GPTJForCausalLM(GPTJConfig(**sizes, **drop, rotary_dim=half, vocab_size=VOCABULARY, **ENDS))
+def gpt() -> dict[str, Any]:
+    drop = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    sizes = {"n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    return {**sizes, **drop, **ENDS}
 
 
 def gpt_neo() -> PreTrainedModel:
@@ -110,8 +103,8 @@ def gemma4(mlp: int, **experts: Any) -> PreTrainedModel:
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": opt,
-    "gpt2": gpt2,
-    "gptj": gptj,
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt())),
+    "gptj": lambda: GPTJForCausalLM(GPTJConfig(**gpt(), rotary_dim=WIDTH // HEADS // 2)),
     "gpt_neo": gpt_neo,
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**rotary(4 * WIDTH))),
     "bloom": lambda: BloomForCausalLM(

@@ -105,6 +105,11 @@ class CompressedAttention:
         families. Where the attention puts out the residual stream, too, that stands in place of the cosines and sines.
         """
         names, scaling = self._names, softmax_scale(self, self._names["scaling"], self._head_dim)
+        implementation = self.config._attn_implementation
+        if implementation not in ("eager", "sdpa") and (names["mask_buffer"] or kwargs.get("alibi") is not None):
+            raise ValueError(
+                f"attention by '{implementation}' leaves out what this model adds to its scores: use 'eager' or 'sdpa'"
+            )
         query, key, value = self._project(hidden_states)
         if names["scale_query"]:
             query, scaling = query * scaling, 1.0
@@ -128,11 +133,6 @@ class CompressedAttention:
             if not isinstance(cache, Cache):  # pages of a continuous batch: of the dense head dim in every layer
                 query, key, value = _pad(query, key, value, self._head_dim)
             key, value = cache.update(key, value, self.layer_idx, kwargs)
-        implementation = self.config._attn_implementation
-        if implementation not in ("eager", "sdpa") and (names["mask_buffer"] or kwargs.get("alibi") is not None):
-            raise ValueError(
-                f"attention by '{implementation}' leaves out what this model adds to its scores: use 'eager' or 'sdpa'"
-            )
         if names["position_bias"]:
             attention_mask = _biased(attention_mask, kwargs.pop(names["position_bias"]), self._n_heads, key.shape[-2])
         if names["mask_buffer"]:

@@ -202,6 +202,12 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
+LINEAR_HEADS: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
 LINEAR_EXPERTS: dict[str, Any] = {
     **NO_WIDTH,
     **GROUPED,
@@ -209,10 +215,7 @@ LINEAR_EXPERTS: dict[str, Any] = {
     "head_dim": 16,
     "shared_expert_intermediate_size": 24,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 16,
+    **LINEAR_HEADS,
 }
 LINEAR_LATENT: dict[str, Any] = {
     **SIZES,
@@ -987,10 +990,7 @@ FAMILIES = [
             **GROUPED,
             head_dim=16,
             layer_types=["linear_attention", "full_attention", "linear_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=16,
+            **LINEAR_HEADS,
         ),
         whole=("qk", "vo"),
         stepwise=STATES,
@@ -1013,10 +1013,7 @@ FAMILIES = [
             **SIZES,
             **GROUPED,
             layer_types=["full_attention", "linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=8,
-            linear_value_head_dim=16,
+            **LINEAR_HEADS,
             attention_bias=True,
         ),
         whole=("qk", "vo"),

@@ -67,6 +67,10 @@ FLEX_OLMO = replace(
 class OlmoHybridArchitecture(Architecture):
     """OLMo Hybrid, whose layers have their norms behind attention and MLP, or, with linear attention, before them."""
 
+    def output_norm(self, block: nn.Module) -> Any:
+        """Return the norm behind the MLP, or None in a layer with linear attention."""
+        return getattr(block, self.mlp_norm, None)
+
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the norm before the MLP, or the MLP, whichever reads the residual stream."""
         return block.get_submodule("post_attention_layernorm" if self.output_norm(block) is None else "mlp")

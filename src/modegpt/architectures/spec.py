@@ -95,7 +95,7 @@ class Architecture:
     """A block's buffer of one number by which it multiplies that sum, from the block; empty for none."""
     mlp_norm: str = ""
     """The RMS norm that the MLP's output passes before it is added, from the block; empty for none. That of experts may
-    pass it together with that of an MLP beside them. Some blocks may be without."""
+    pass it together with that of an MLP beside them."""
     mlp_factor: float | str = 1.0
     """What the MLP's output is multiplied by before it is added, or the config's name for that."""
     kv_heads: int | str = "num_key_value_heads"
@@ -402,7 +402,7 @@ class Architecture:
 
     def output_norm(self, block: nn.Module) -> Any:
         """Return the norm that the output of a block's MLP passes before it is added; None where there is none."""
-        return _inside(block, self.mlp_norm)
+        return block.get_submodule(self.mlp_norm) if self.mlp_norm else None
 
     def middle_module(self, block: nn.Module) -> nn.Module:
         """Return the module whose input is the residual stream between attention and MLP."""
