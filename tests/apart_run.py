@@ -26,8 +26,19 @@ from modegpt.running.lending import lent
 from modegpt.sums import triangle
 
 WINDOWS = tokens(rows=12, length=24, seed=3)
-ONCE = ("llama-grouped", "gpt2", "phi-norm", "gemma3_text", "mixtral", "granitemoe", "deepseek_v3", "olmo2")
-"""One family each of what differs in a run: grouped queries, no rotary embedding, plain dims, norms, experts."""
+ONCE = (
+    "llama-grouped",
+    "gpt2",
+    "phi-norm",
+    "gemma3_text",
+    "gemma4_text-small",
+    "mixtral",
+    "granitemoe",
+    "deepseek_v3",
+    "olmo2",
+)
+"""One family each of what differs in a run: grouped queries, no rotary embedding, plain dims, norms, what blocks hand
+on, experts."""
 DISPATCHED = ("llama-grouped", "gemma3_text", "olmo2", "phi-norm")
 """Of these the families whose whole models run where every operation is dispatched."""
 TRIED = ("gemma3_text", "gpt2", "granitemoe")

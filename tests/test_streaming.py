@@ -36,6 +36,7 @@ import modegpt
 from command_line import modegpt as run_command
 from conformance.families import FAMILIES
 from modegpt import CompressionConfig, InputError
+from modegpt.blocks import advance
 from modegpt.compress import compress_to_folder, prepare
 from modegpt.errors import WriteError
 from modegpt.formats.checkpoint_files import find_tensors
@@ -63,6 +64,11 @@ def mixtral() -> MixtralForCausalLM:
 def flex_olmo() -> FlexOlmoForCausalLM:
     torch.manual_seed(0)
     return FlexOlmoForCausalLM(FlexOlmoConfig(**SETTINGS, num_experts=4, num_experts_per_tok=2, pad_token_id=0)).eval()
+
+
+def gemma4() -> PreTrainedModel:
+    """As E2B: the last two layers read keys and values of the first two, each token has inputs of each layer."""
+    return next(family for family in FAMILIES if family.name == "gemma4_text-small").dense()
 
 
 def opt() -> OPTForCausalLM:
@@ -269,7 +275,24 @@ def test_the_streams_of_a_run_share_the_memory_of_the_host(make: Callable[[], Pr
     assert run.embedding.shared(windows(), n_streams).hidden.spilled == 1  # of three batches two fit
 
 
-@pytest.mark.parametrize("make", [llama, mixtral])
+def test_what_blocks_read_beside_the_hidden_states_shares_it_too():
+    """Of 4 layers 8 inputs each; keys and values of 2 heads of 16 in one kind of layer, of 24 in the other; of 32."""
+    config = CompressionConfig(sparsity=0.25, batch_size=2, device="cpu", max_host_memory=2**20)
+    run = prepare(gemma4(), windows(), config, None, None)
+    own, handed = 4 * 8, 2 * 2 * 16 + 2 * 2 * 24
+    assert run.source.states_held(3) == 3 * (32 + handed) / 32 + own / 32
+    calibration = run.embedding.shared(windows(), 3)
+    for index in range(4):
+        advance(run.source.blocks.peek(index, torch.device("cpu")), index, calibration, torch.device("cpu"))
+    n_tokens, held = windows().numel(), calibration.arguments
+    assert sum(each.nbytes for each in calibration.hidden) == n_tokens * 32 * 4
+    assert sum(each.nbytes for states in held.by_token.values() for each in states) == n_tokens * own * 4
+    pairs = [states for pair in held.handed.values() for states in pair]
+    assert sum(each.nbytes for states in pairs for each in states) == n_tokens * handed * 4
+    assert held.copy().by_token is held.by_token  # which nothing changes
+
+
+@pytest.mark.parametrize("make", [llama, mixtral, gemma4])
 def test_spilling_does_not_change_the_result(make: Callable[[], PreTrainedModel], tmp_path: Path):
     model = make()
     plain = modegpt.compress(model, windows(), CompressionConfig(sparsity=0.25, batch_size=2))
@@ -298,6 +321,7 @@ def stop_after(n_blocks: int):
         ("error", "best", llama),
         ("uniform", "best", mixtral),
         ("uniform", "paper", mixtral),
+        ("error", "best", gemma4),
     ],
 )
 def test_a_stopped_run_resumes_to_the_same_bytes(allocation, solver, make, tmp_path: Path):

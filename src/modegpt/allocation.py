@@ -63,7 +63,8 @@ def allocate(
       budget: `φ_lm ∝ w_lm/D_lm` off the bounds, where every module has the same marginal damage per parameter. One more
       bound: each module keeps at least half of the share that all would keep alike.
     - `width` gives the MLPs, or the experts, of all layers one width, and leaves everything else whole: what the dense
-      model's own class has room for (`export.stock`). It is the width that comes nearest to the budget.
+      model's own class has room for (`export.stock`). It is the width that comes nearest to the budget. Where some are
+      a whole number of times as wide as others, they stay so.
     - `plan` takes the ranks as given, and no notice of `sparsity`.
 
     The part of a module that stays whole falls on the others of its block, and beyond what these can lose on other
@@ -179,12 +180,14 @@ def _one_width(sizes: Sequence[LayerSizes], sparsity: float, modules: Sequence[s
     slots, warnings = open_slots(sizes, ("mlp",), round_to)
     if not slots:
         raise InputError(f"no MLP can be cut: {'; '.join(warnings) or 'the model needs them whole'}")
-    total, a_neuron = sum(size.total for size in sizes), sum(slot.cost for slot in slots)
+    first, total = min(slots, key=lambda slot: slot.full), sum(size.total for size in sizes)
+    times = {slot.layer: slot.full // first.full for slot in slots}
+    a_neuron = sum(slot.cost * times[slot.layer] for slot in slots)
     reachable = sum(slot.most for slot in slots) / total
     if sparsity > reachable * (1 + 1e-9):
         raise InputError(impossible(sparsity, reachable, ("mlp",), None, round_to))
     warnings += left_whole(sizes, MODULES, "the rule 'width' cuts MLPs alone", ("mlp",))
-    first, budget = slots[0], sparsity * total
+    budget = sparsity * total
     steps = math.floor((first.full - budget / a_neuron) / first.grain + 0.5)
     width = min(first.top, max(first.grain, steps * first.grain))
     if width == first.full:
@@ -194,8 +197,10 @@ def _one_width(sizes: Sequence[LayerSizes], sparsity: float, modules: Sequence[s
             f"sparsity {sparsity:g} is less than half of what {neurons}, the least that can be removed: ask for "
             f"{math.ceil(least * 1e4) / 1e4:g}{', or round to less' if round_to > 1 else ''}"
         )
-    cut = {slot.layer for slot in slots}
-    ranks = [{**size.full, "mlp": width} if layer in cut else dict(size.full) for layer, size in enumerate(sizes)]
+    ranks = [
+        {**size.full, "mlp": width * times[layer]} if layer in times else dict(size.full)
+        for layer, size in enumerate(sizes)
+    ]
     if first.grain > 1:
         warnings += missed(sizes, ranks, budget, allowed_error(budget, sizes))
     shares = [size.removed(chosen) / size.total for size, chosen in zip(sizes, ranks, strict=True)]

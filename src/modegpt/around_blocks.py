@@ -1,7 +1,7 @@
 """Runs what is around a model's decoder blocks: embeddings before the first, final norm and head behind the last."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from torch.func import functional_call
 from transformers import Cache, PreTrainedModel
 
 from .architectures import ARCHITECTURES
+from .block_arguments import BlockArguments
 from .cache_name import CACHE
 from .hidden_states import HiddenStates
 
@@ -40,16 +41,20 @@ class _StandIn(PassedBlock):
 
     def __init__(self, block: nn.Module, tuple_output: bool) -> None:
         super().__init__(block, tuple_output)
-        self._parameter_names = _names_behind_states(type(block))
+        self._block = type(block)
         self.arguments: dict[str, Any] = {}
         self.states: Tensor | None = None
         self.output: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *positional: Any, **arguments: Any) -> Tensor | tuple[Tensor, None]:
         """Note the input and the arguments, and return a tensor as the block returns its output."""
-        named = dict(zip(self._parameter_names, positional, strict=False))
-        self.states, self.arguments = hidden_states, {**named, **arguments}
+        self.states, self.arguments = hidden_states, named_arguments(self._block, positional, arguments)
         return super().forward(hidden_states if self.output is None else self.output)
+
+
+def named_arguments(kind: type[nn.Module], positional: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all that blocks of a class are called with behind the hidden states, by its name."""
+    return {**dict(zip(_names_behind_states(kind), positional, strict=False)), **named}
 
 
 @cache
@@ -80,8 +85,8 @@ def run_identity_blocks(
     batch_size: int,
     hidden: HiddenStates,
     cache: Cache | None = None,
-) -> dict[int, list[dict[str, Any]]]:
-    """Run the model with identity blocks, and return by batch size the arguments of every block.
+) -> BlockArguments:
+    """Run the model with identity blocks, and return what every block is called with.
 
     Args:
         model: everything outside its blocks must hold weights; the blocks themselves are not touched.
@@ -91,15 +96,16 @@ def run_identity_blocks(
         hidden: where the hidden states before block 0 go.
         cache: of the tokens before, for one batch of windows: blocks that get these arguments read it and add to it.
     """
-    arguments: dict[int, list[dict[str, Any]]] = {}
+    architecture = ARCHITECTURES[model.config.model_type].resolve(model.config)
+    arguments = BlockArguments(hidden, architecture.hands_on)
     with _stand_ins(model, layers) as stand_ins:
         for batch in windows.split(batch_size):
             model.base_model(input_ids=batch.to(model.device), use_cache=cache is not None, **{CACHE: cache})
             states = stand_ins[0].states
             assert states is not None
             hidden.append(states)
-            # Without padding the arguments depend on the shape of a batch alone.
-            arguments.setdefault(len(batch), [stand_in.arguments for stand_in in stand_ins])
+            seen = [stand_in.arguments for stand_in in stand_ins]
+            arguments.add(states, seen, architecture.token_arguments)
     return arguments
 
 

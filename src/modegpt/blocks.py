@@ -1,7 +1,6 @@
 """Hands out decoder blocks one at a time, from a model in memory, and runs them over the calibration text."""
 
 import copy
-from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -14,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from .architectures import Architecture
 from .around_blocks import pull_back_logits, run_behind_blocks, run_identity_blocks
+from .block_arguments import BlockArguments
 from .decompose.psd import all_finite
 from .errors import NumericalError
 from .hidden_states import HiddenStates
@@ -30,8 +30,7 @@ class Calibration:
 
     hidden: HiddenStates
     """One `(batch, tokens, d_model)` tensor a batch, on the GPU, on the host or on disk."""
-    arguments: dict[int, list[dict[str, Any]]]
-    """By batch size, the keyword arguments of each layer (masks, position embeddings)."""
+    arguments: BlockArguments
     weights: Sequence[Tensor] | None = None
     """By batch, how much each token counts in the moments, `(batch, tokens)`; None where all count alike."""
     offsets: Sequence[Tensor] | None = None
@@ -40,7 +39,7 @@ class Calibration:
 
     def copy(self) -> "Calibration":
         """Return the same calibration with hidden states of its own."""
-        return Calibration(self.hidden.copy(), self.arguments, self.weights, self.offsets)
+        return Calibration(self.hidden.copy(), self.arguments.copy(), self.weights, self.offsets)
 
 
 class BlockSource(Protocol):
@@ -264,9 +263,10 @@ def run_block(
         device: where the block runs.
         on_batch: called with input and output of each batch.
     """
-    for hidden in calibration.hidden:
+    for batch, hidden in enumerate(calibration.hidden):
         hidden = hidden.to(device)
-        output = block(hidden, **_to(calibration.arguments[len(hidden)][index], device))
+        with calibration.arguments.calling(batch, hidden, index) as arguments:
+            output = block(hidden, **arguments)
         output = output[0] if isinstance(output, tuple) else output
         if on_batch is not None:
             on_batch(hidden, output)
@@ -283,19 +283,3 @@ def advance(
     """Replace the hidden states by what a block makes of them; arguments as for `run_block`."""
     for batch, output in enumerate(run_block(block, index, calibration, device, on_batch)):
         calibration.hidden[batch] = output
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    """Move every tensor of a nest of dicts, tuples and lists to a device.
-
-    What blocks would write into for each other (Gemma 4's keys and values) is given to each empty.
-    """
-    if isinstance(value, UserDict):
-        return type(value)()
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _to(item, device) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_to(item, device) for item in value)
-    return value

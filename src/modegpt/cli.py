@@ -218,7 +218,8 @@ def info(
         cells = (f"{layer['parameters']:,}", f"{layer['kv_bytes_per_token']:,}", f"{layer['sparsity']:.2%}")
         table.add_row(str(index), *ranks, *cells)
     table.add_section()
-    dense = [str(found["dense"][module]) for module in MODULES]
+    full = {module: {layer["dense_ranks"][module] for layer in found["layers"]} - {None} for module in MODULES}
+    dense = [" or ".join(map(str, sorted(full[module] or {found["dense"][module]}))) for module in MODULES]
     counts, cache, share = found["parameters"], found["kv_bytes_per_token"], found["sparsity"]
     table.add_row("all", "", "", "", f"{counts['compressed']:,}", f"{cache['compressed']:,}", f"{share['total']:.2%}")
     table.add_row("dense", *dense, f"{counts['dense']:,}", f"{cache['dense']:,}", "")

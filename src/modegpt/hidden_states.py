@@ -12,7 +12,7 @@ from .errors import WriteError
 
 
 class HiddenStates:
-    """A list of `(batch, tokens, d_model)` tensors: the first of them on a GPU, the next in memory, the rest in files.
+    """A list of `(batch, tokens, d_model)` or other tensors: the first on a GPU, the next in memory, the rest in files.
 
     Args:
         max_bytes: memory the tensors may take; None for no limit.
@@ -46,9 +46,10 @@ class HiddenStates:
             copied.append(states)
         return copied
 
-    def another(self) -> "HiddenStates":
-        """Return an empty list under the same limit."""
-        return HiddenStates(self._max_bytes, self._folder, self._device, self._device_bytes)
+    def another(self, times: float = 1) -> "HiddenStates":
+        """Return an empty list under the same limit, or under so many times of it."""
+        host = None if self._max_bytes is None else int(times * self._max_bytes)
+        return HiddenStates(host, self._folder, self._device, int(times * self._device_bytes))
 
     @property
     def n_tokens(self) -> int:
@@ -113,11 +114,13 @@ class HiddenStates:
                 f"make room, or let more of them stay in memory (--max-host-memory){go_on}"
             ) from problem
 
+    def __getitem__(self, index: int) -> Tensor:
+        """Return a batch; one on disk as a copy, of which no more is read than is used."""
+        item = self._items[index]
+        if isinstance(item, Tensor):
+            return item
+        path, dtype, shape = item
+        return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8).view(dtype).view(shape)
+
     def __iter__(self) -> Iterator[Tensor]:
-        for item in self._items:
-            if isinstance(item, Tensor):
-                yield item
-            else:
-                path, dtype, shape = item
-                data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
-                yield data.view(dtype).view(shape)
+        return (self[index] for index in range(len(self)))

@@ -55,11 +55,12 @@ def describe(folder: str | Path) -> dict[str, Any]:
         if entry.dtype in BYTES and not name.endswith(architecture.buffers)
     }
     element = _element_bytes(tensors)
-    full, layers, dense_cache = dims.full_ranks, [], 0
+    layers, dense_cache = [], 0
     # A model of which someone dropped the last layers still describes them.
     for index, entry in enumerate(config["modegpt"]["layers"][: dims.n_layers]):
         inside = f".{config['modegpt']['architecture']['layers']}.{index}."
         own = {name.split(inside, 1)[1]: shape for name, shape in shapes.items() if inside in name}
+        full = {**dims.full_ranks, "mlp": architecture.layer_width(opened, index)}
         ranks = {
             "mlp": entry["mlp_width"],
             "qk": 2 * entry["rope_pairs"] + entry["qk_plain"],
@@ -75,6 +76,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         layers.append(
             {
                 "ranks": told(ranks, unranked),
+                "dense_ranks": told(full, unranked),
                 "parameters": kept,
                 "sparsity": 1 - kept / dense,
                 "kv_bytes_per_token": architecture.cached(dims, ranks, outputs) * element,
@@ -88,7 +90,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
         "model_type": config["model_type"],
         "format_version": config["modegpt"]["version"],
         "dtype": str(config.get("dtype") or config.get("torch_dtype")),
-        "dense": full,
+        "dense": dims.full_ranks,
         "parameters": {"dense": total + dense - kept, "compressed": total},
         "sparsity": {"blocks": 1 - kept / dense, "total": (dense - kept) / (total + dense - kept)},
         "kv_bytes_per_token": {

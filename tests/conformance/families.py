@@ -164,6 +164,16 @@ GEMMA_4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "tie_word_embeddings": False,
 }
+GEMMA_4_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": SIZES["vocab_size"],
+}
 STATES = 1e-4
 """Linear attention and Mamba compute in float32, chunk by chunk or token by token: 1e-5 of logits between 3 and 10,
 which a state that was lost would change by their own size."""
@@ -314,11 +324,11 @@ class Family:
         step, grain = 2 if dims.rotary_dim else 1, EXPERT_STEP if dims.n_experts else 1
         ranks = [
             {
-                "mlp": round(mlp * dims.d_int / grain) * grain,
+                "mlp": round(mlp * full["mlp"] / grain) * grain,
                 "qk": -(-round(qk * dims.d_head) // step) * step,
                 "vo": round(vo * dims.d_head),
             }
-            for mlp, qk, vo in itertools.islice(itertools.cycle(shares), dims.n_layers)
+            for (mlp, qk, vo), full in zip(itertools.cycle(shares), self.full_ranks(), strict=False)
         ]
         return [
             {**rank, **{module: full[module] for module in self.whole_in(layer)}}
@@ -326,8 +336,9 @@ class Family:
         ]
 
     def full_ranks(self) -> list[dict[str, int]]:
-        dims = self.dims
-        return [dims.full_ranks] * dims.n_layers
+        """Return the ranks of the dense model, by layer."""
+        widths = (self.architecture.layer_width(self.config(), layer) for layer in range(self.dims.n_layers))
+        return [{**self.dims.full_ranks, "mlp": width} for width in widths]
 
 
 FAMILIES = [
@@ -946,6 +957,12 @@ FAMILIES = [
         "gemma4_text",
         # In the last layer, which has no window, heads are wider and keys are values, too.
         lambda: Gemma4TextConfig(**SIZES, **GEMMA_4, hidden_size_per_layer_input=0),
+        whole=("qk", "vo"),
+    ),
+    Family(
+        "gemma4_text-small",
+        # Gemma 4 E2B: the last two layers read keys and values of the first two, and have MLPs twice as wide.
+        lambda: Gemma4TextConfig(**{**SIZES, **GEMMA_4, **GEMMA_4_SMALL}),
         whole=("qk", "vo"),
     ),
     Family("gemma4_unified_text", lambda: Gemma4UnifiedTextConfig(**SIZES, **GEMMA_4), whole=("qk", "vo")),

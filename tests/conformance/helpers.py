@@ -16,8 +16,8 @@ from modegpt.checks.densify import densify as densified
 from modegpt.checks.densify import in_float64
 from modegpt.config import CompressionConfig
 from modegpt.modeling_modegpt import decoder_layers
-from modegpt.moments import BlockMoments, record_moments
-from modegpt.running.surgery import compress_block, cut_modules, needed_moments
+from modegpt.moments import record_moments
+from modegpt.running.surgery import blank_moments, compress_block, cut_modules
 
 from .families import Family, tokens
 
@@ -29,9 +29,11 @@ def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]], sol
     model, architecture, dims = copy.deepcopy(dense), family.architecture, family.dims
     blocks = decoder_layers(model, architecture.describe())
     config = CompressionConfig(solver=solver)
+    cut = [cut_modules(own, architecture.block_dims(block, dims)) for own, block in zip(ranks, blocks, strict=True)]
+    device = torch.device("cpu")
     moments = [
-        BlockMoments.zeros(dims, needed_moments(cut_modules(ranks[index], dims), block, architecture, dims, config))
-        for index, block in enumerate(blocks)
+        blank_moments(modules, block, architecture, dims, config, device)
+        for modules, block in zip(cut, blocks, strict=True)
     ]
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for block, of_block in zip(blocks, moments, strict=True):

@@ -24,7 +24,7 @@ WIDTH = 24
 def one_width(family: Family) -> list[dict[str, int]]:
     """Ranks as the rule `width` gives them."""
     return [
-        {**full, "mlp": full["mlp"] if "mlp" in family.whole_in(layer) else WIDTH}
+        {**full, "mlp": full["mlp"] if "mlp" in family.whole_in(layer) else WIDTH * full["mlp"] // family.dims.d_int}
         for layer, full in enumerate(family.full_ranks())
     ]
 

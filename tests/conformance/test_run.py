@@ -27,10 +27,6 @@ SUMS = {"BloomMLP": "dense_4h_to_h", "MptMLP": "down_proj"}
 """MLPs that put out the sum with the residual stream, and what in them puts out what they add."""
 WHOLE = ("falcon_h1", "gpt_neo", *(() if CACHE == "cache" else ("gptj", "codegen")))
 """Families whose blocks have a buffer in no file; those of the latter two until transformers 5.23."""
-NOT_PER_LAYER: dict[str, Any] = {
-    "hidden_size_per_layer_input": 0,
-    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
-}
 WINDOWS = tokens(rows=6, length=16, seed=3)
 
 
@@ -62,6 +58,8 @@ def expected_scores(pair: Pair) -> list[list[float]]:
         norm = architecture.output_norm(block)
         last[block] = [block.get_submodule(name) if norm is None else norm for name in mlps]
         last[block] = [mlp.get_submodule(SUMS.get(type(mlp).__name__, "")) for mlp in last[block]]
+        if hasattr(block, "post_per_layer_input_norm"):  # of what Gemma 4 adds of a token's input of this layer
+            last[block].append(block.post_per_layer_input_norm)
         hooks += [module.register_forward_hook(note) for module in (block, *last[block])]
     with torch.no_grad():
         pair.dense(WINDOWS)
@@ -145,11 +143,7 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
         (OlmoConfig(**SIZES, clip_qkv=8.0), "clips .* at 8.0"),
         (MptConfig(attn_config={"clip_qkv": 6.0}), "clips .* at 6.0"),
         (GPT2Config(**NO_WIDTH, add_cross_attention=True), "cross attention"),
-        (Gemma4TextConfig(**SIZES), "hidden_size_per_layer_input 256: every block reads"),
-        (
-            Gemma4TextConfig(**SIZES, **NOT_PER_LAYER, num_kv_shared_layers=1),
-            "num_kv_shared_layers 1: later blocks",
-        ),
+        (Gemma4TextConfig(**SIZES, num_kv_shared_layers=3), "num_kv_shared_layers 3, and no more layers"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(config: Any, reason: str):

@@ -37,7 +37,13 @@ LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 MORE: dict[str, dict[str, Any]] = {
-    "Gemma4": {"hidden_size_per_layer_input": 0},
+    "Gemma4": {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": SIZES["vocab_size"],
+        "num_kv_shared_layers": 1,
+        "use_double_wide_mlp": True,
+        "layer_types": ["full_attention", "full_attention"],
+    },
     "Qwen3_5": LINEAR,
     "Qwen3_5Moe": {
         **LINEAR,

@@ -53,7 +53,8 @@ def test_what_is_measured_together_is_what_is_measured_one_by_one(family: Family
     assert together.keys() == apart.keys()
     assert all(torch.equal(together[name], apart[name]) for name in together)
     assert sorted(once) == list(range(family.dims.n_layers))  # each once
-    cut = [rank["mlp"] < family.dims.d_int for rank in family.ranks()]
+    pairs = zip(family.ranks(), family.full_ranks(), strict=True)
+    cut = [rank["mlp"] < full["mlp"] for rank, full in pairs]
     assert (len(more) > len(once)) == any(cut[-depth:])  # else there is nothing to probe
 
 
@@ -94,6 +95,6 @@ def test_what_is_held_is_counted(family: Family):
         kept = [*sums, *hidden, *(ahead.normed.states if ahead.normed else [])]
         held += sum(each.nbytes for each in kept)
         counted += dense_pass.held_bytes(source, sum(each.nbytes for each in sums), 6 * 24, fisher.EVERY, 4)
-    waiting = -(-6 * 24 // fisher.EVERY) * dims.d_int * 4
+    waiting = -(-6 * 24 // fisher.EVERY) * source.block_dims(dims.n_layers - 1).d_int * 4
     assert len(taken.ahead) == dims.n_layers - 1
     assert held + waiting < counted < 2 * held

@@ -88,7 +88,7 @@ def felt(source, calibration: Calibration, numbers: Tensor, every: int = EVERY) 
     for index in range(source.dims.n_layers):
         block = source.blocks.peek(index, CPU)
         assert probe.reaches(index)
-        total = BlockMoments.zeros(source.dims, ["fisher"])["fisher"]
+        total = BlockMoments.zeros(source.block_dims(index), ["fisher"])["fisher"]
         probe.take(block, index, calibration)
         recorded = probe.record(block, source.architecture, calibration, total)
         with recorded if source.architecture.has_mlp(block) else nullcontext():

@@ -351,35 +351,43 @@ def test_stages_follow_the_solver_of_the_mlp_and_the_kind_of_block(settings, par
 @by_name([family for family in WITH_MLP if family.architecture.adds_mlp])
 def test_what_a_block_lacks_makes_it_put_out_what_is_wanted(family: Family):
     source, calibration = opened(family)
-    block, architecture = source.blocks.peek(0, CPU), replace(source.architecture, mlp_norm="")
-    stream = next(iter(calibration.hidden)).double()
+    # Where a norm follows, nothing asks what it must give; nor is it asked what stands behind the sum.
+    architecture = replace(source.architecture, mlp_norm="", token_arguments=())
+    block, stream = source.blocks.peek(0, CPU), next(iter(calibration.hidden)).double()
     wanted = stream.flip(1)
     lacking = architecture.lacking(block, wanted, stream)
-    torch.testing.assert_close(architecture.put_out(block, stream, lacking), wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(architecture.put_out(block, stream, lacking, {}), wanted, rtol=1e-12, atol=1e-12)
 
 
 @by_name(WITH_MLP)
 def test_an_mlp_is_refitted_to_the_dense_model_where_the_block_gives_a_sum(family: Family):
     source, calibration = opened(family)
     block, architecture = source.blocks.peek(0, CPU), source.architecture
-    outputs, change = [], torch.randn(source.dims.d_model, generator=torch.Generator().manual_seed(5))
+    outputs, streams = list[torch.Tensor](), list[torch.Tensor]()
+    change = torch.randn(source.dims.d_model, generator=torch.Generator().manual_seed(5))
 
     def changed(_module, _inputs, output):
         outputs.append(output)
         return output + change
 
+    middle = block if architecture.parallel else architecture.middle_module(block)
+    hook = middle.register_forward_pre_hook(lambda _module, inputs: streams.append(inputs[0].clone()))
     before = torch.cat(list(run_block(block, 0, calibration, CPU)))
+    hook.remove()
     hook = block.get_submodule(architecture.experts or architecture.down).register_forward_hook(changed)
     after = torch.cat(list(run_block(block, 0, calibration, CPU)))
     hook.remove()
-    own = torch.cat(
-        [
-            output.view(len(states), -1, output.shape[-1])
-            for output, states in zip(outputs, calibration.hidden, strict=True)
-        ]
-    )
-    silent = torch.zeros_like(own)
-    added = architecture.put_out(block, silent, own + change) - architecture.put_out(block, silent, own)
+
+    def put_out(change) -> torch.Tensor:
+        parts = []
+        for batch, states in enumerate(calibration.hidden):
+            # What is a sum needs no stream to tell what a change adds.
+            stream = streams[batch] if architecture.token_arguments else torch.zeros_like(states)
+            arguments = calibration.arguments.of(batch, states, 0)
+            parts.append(architecture.put_out(block, stream, outputs[batch].view_as(states) + change, arguments))
+        return torch.cat(parts)
+
+    added = put_out(change) - put_out(0)
     # Residuals are of size ten, float32. BLOOM can add the MLP to a norm of the stream: no sum with the stream itself.
     sums = architecture.adds_mlp or family.name == "bloom-normed"
     assert torch.allclose(after - before, added, atol=1e-4) == sums

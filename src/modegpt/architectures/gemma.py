@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import InputError
 from .dimensions import Dimensions
 from .spec import Architecture
@@ -49,15 +51,21 @@ class Gemma4Architecture(Architecture):
     """Gemma 4, whose small models hand more than hidden states from block to block."""
 
     def resolve(self, config: Any) -> Architecture:
-        """Refuse those, and read whether there are experts."""
-        reasons = {
-            "hidden_size_per_layer_input": "every block reads embeddings of its own for each token",
-            "num_kv_shared_layers": "later blocks read the keys and values of earlier ones",
-        }
-        for name, reason in reasons.items():
-            if said := getattr(config, name, None):
-                raise InputError(f"the model has {name} {said}: {reason}; give Gemma 4 31B, 26B or 12B")
+        """Read whether there are experts, inputs of each layer, and layers that read keys and values of earlier ones.
+
+        Raises:
+            InputError: no layer has keys and values of its own.
+        """
         resolved = super().resolve(config)
+        if shared := getattr(config, "num_kv_shared_layers", 0):
+            if shared >= config.num_hidden_layers:
+                raise InputError(
+                    f"the model has num_kv_shared_layers {shared}, and no more layers: it reads keys and values of "
+                    "another model; give one that has its own"
+                )
+            resolved = replace(resolved, hands_on=True)
+        if getattr(config, "hidden_size_per_layer_input", None):
+            resolved = replace(resolved, token_arguments=("per_layer_input",))
         if not getattr(config, "enable_moe_block", False):
             return resolved
         return replace(
@@ -70,6 +78,31 @@ class Gemma4Architecture(Architecture):
             shared_down=self.down,
             width="moe_intermediate_size",
         )
+
+    def layer_width(self, config: Any, index: int) -> int:
+        """Return the width of one layer's MLP: with keys and values of an earlier one, it may be twice as wide."""
+        wide = self.hands_on and not self.experts and config.use_double_wide_mlp
+        return self.mlp_width(config) * (2 if wide and config.kv_sharing_modes[index] == "reuse" else 1)
+
+    def block_dims(self, block: Any, dims: Dimensions) -> Dimensions:
+        """Return the sizes of one block: its MLP's width may be its own."""
+        return replace(dims, d_int=self.layer_width(block.config, block.layer_idx)) if self.hands_on else dims
+
+    def behind_mlp(self, block: Any, total: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Add what the token's input of this layer gives."""
+        if not self.token_arguments:
+            return total
+        gate = block.act_fn(block.per_layer_input_gate(total))
+        return total + block.post_per_layer_input_norm(block.per_layer_projection(gate * arguments["per_layer_input"]))
+
+    def beside_states(self, config: Any) -> tuple[int, int]:
+        """Count the inputs of all layers, and keys and values of the last layer of each kind that has its own."""
+        own = config.num_hidden_layers * config.hidden_size_per_layer_input if self.token_arguments else 0
+        handed = 0
+        for index, mode in enumerate(config.kv_sharing_modes if self.hands_on else ()):
+            layer = config.per_layer_config[index]
+            handed += 2 * layer.num_key_value_heads * layer.head_dim if mode == "store" else 0
+        return own, handed
 
     def cached(self, dims: Dimensions, ranks: dict[str, int], outputs: Mapping[str, int]) -> int:
         """Count keys twice where they are the values, too, before both are normalised."""
@@ -88,7 +121,7 @@ GEMMA4_TEXT = Gemma4Architecture(
     start_token=True,
     # Values are normalised, too, and in some layers they are the keys.
     whole_attention=True,
-    notes="Gemma 4 31B and 26B-A4B, in `gemma4` files; the MLPs, or the experts beside them, alone: queries, keys and "
+    notes="Gemma 4 E2B to 31B, in `gemma4` files; the MLPs, or the experts beside them, alone: queries, keys and "
     "values are normalised",
 )
 

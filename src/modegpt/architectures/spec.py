@@ -145,6 +145,10 @@ class Architecture:
     """Whether the attention itself puts out the residual stream behind it: its second argument is that before it."""
     tuple_output: bool = False
     """Whether a block returns a tuple."""
+    token_arguments: tuple[str, ...] = ()
+    """Arguments of a block that every token has of its own, beside its hidden state: `(batch, tokens, width)` each."""
+    hands_on: bool = False
+    """Whether blocks read the keys and values of earlier ones, which these put into a mapping that is an argument."""
     start_token: bool = False
     """Whether every window of a text must begin with the tokenizer's `bos` token, without which the model is lost."""
     file_names: tuple[tuple[str, str], ...] = ()
@@ -234,6 +238,17 @@ class Architecture:
     def mlp_width(self, config: Any) -> int:
         """Return the width of a dense model's MLPs."""
         return (self.width and getattr(config, self.width)) or 4 * config.hidden_size
+
+    def layer_width(self, config: Any, index: int) -> int:
+        """Return the width of the MLP, or of each expert, of one of a dense model's layers."""
+        return self.mlp_width(config)
+
+    def beside_states(self, config: Any) -> tuple[int, int]:
+        """Return how many numbers blocks read of a token beside its hidden state.
+
+        Those of all `token_arguments` of all blocks, which do not change, and the keys and values that are handed on.
+        """
+        return 0, 0
 
     def set_mlp_width(self, config: Any, width: int) -> None:
         """Give a dense model's config another width of its MLPs: what `mlp_width` returns of it from then on.
@@ -342,7 +357,10 @@ class Architecture:
         return lambda path: path not in missing and block.get_submodule(path).bias is not None
 
     def block_dims(self, block: nn.Module, dims: Dimensions) -> Dimensions:
-        """Return the sizes of one block, dense or compressed: those of the model, less a rotary part that it lacks."""
+        """Return the sizes of one dense block, or of that which a compressed one came from.
+
+        They are those of the model, less a rotary part that it lacks.
+        """
         attention = block.get_submodule(self.attention) if self.rotary_switch else None
         if attention is None or any(getattr(attention, name) for name in self.rotary_switch):
             return dims
@@ -379,16 +397,25 @@ class Architecture:
         return [getattr(attention, name) for name in (self.query_norm, self.key_norm) if hasattr(attention, name)]
 
     @torch.no_grad()
-    def put_out(self, block: nn.Module, stream: Tensor, output: Tensor) -> Tensor:
-        """Return what a block puts out, of the residual stream behind its attention and of its MLP's output.
+    def put_out(self, block: nn.Module, stream: Tensor, output: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return what a block puts out.
 
-        Both are `(..., d_model)`.
+        Args:
+            block: dense or compressed.
+            stream: the residual stream behind its attention, `(batch, tokens, d_model)`.
+            output: of its MLP, likewise.
+            arguments: what it is called with beside the hidden states.
         """
         norm = self.output_norm(block)
         if norm is not None:
             output = norm(output)
         total = stream + (output if self.mlp_factor == 1 else output * float(self.mlp_factor))
+        total = self.behind_mlp(block, total, arguments)
         return total * block.get_buffer(self.sum_factor) if self.sum_factor else total
+
+    def behind_mlp(self, block: nn.Module, total: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return what a block makes of the sum of its stream and of what its MLP adds; arguments as for `put_out`."""
+        return total
 
     @torch.no_grad()
     def lacking(self, block: nn.Module, wanted: Tensor, stream: Tensor) -> Tensor:

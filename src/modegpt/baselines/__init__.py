@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..architectures import Architecture
 from . import flap, shortgpt, sleb, slicegpt, svd_llm, wanda_sp
+from .layers import needs_all_layers
 from .reduced import Reduced, Start, require
 from .units import shared_heads
 from .walk import layer_parameters, not_plain
@@ -30,13 +31,9 @@ class Baseline(NamedTuple):
     """Returns the parameters of a model's blocks that it can remove at most, whatever the text."""
 
 
-def _takes_every_family(_architecture: Architecture) -> str | None:
-    return None
-
-
 BASELINES: dict[str, Baseline] = {
-    "shortgpt": Baseline(shortgpt.start, "layers, by Block Influence", _takes_every_family),
-    "sleb": Baseline(sleb.start, "layers, one after another by the loss without each", _takes_every_family),
+    "shortgpt": Baseline(shortgpt.start, "layers, by Block Influence", needs_all_layers),
+    "sleb": Baseline(sleb.start, "layers, one after another by the loss without each", needs_all_layers),
     "flap": Baseline(
         flap.start, "heads and neurons that vary little; biases take over their means", shared_heads, flap.most
     ),

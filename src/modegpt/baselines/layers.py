@@ -5,10 +5,15 @@ from collections.abc import Collection, Sequence
 
 from transformers import PreTrainedModel
 
-from ..architectures import architecture_of
+from ..architectures import Architecture, architecture_of
 from ..around_blocks import PassedBlock
 from .reduced import Reduced, reaches
 from .walk import blocks_of, layer_parameters
+
+
+def needs_all_layers(architecture: Architecture) -> str | None:
+    """Return why no layers of a family can be left out; None where they can."""
+    return "its later blocks read keys and values of earlier ones" if architecture.hands_on else None
 
 
 def fewest(sizes: list[int], order: Sequence[int], sparsity: float) -> Sequence[int] | None:

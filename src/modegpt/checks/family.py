@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..around_blocks import named_arguments
 from ..modeling_modegpt import decoder_layers
 from .densify import densify
 from .subject import Subject, distance, logits, run_hooked, verdict
@@ -161,15 +162,22 @@ def mlp_sum(subject: Subject) -> tuple[str, str]:
             seen.append(output.clone())
             return output
 
-        def note(_module: Any, _inputs: Any, output: Any) -> None:
+        def note(_module: Any, inputs: Any, named: dict[str, Any], output: Any) -> None:
+            arguments.update(named_arguments(type(block), inputs[1:], named))
             seen.append((output[0] if architecture.tuple_output else output).clone())
 
-        run_hooked(subject, [down.register_forward_hook(alter), block.register_forward_hook(note)])
+        hooks = [down.register_forward_hook(alter), block.register_forward_hook(note, with_kwargs=True)]
+        if architecture.token_arguments:  # what stands behind the sum reads all of it
+            middle = architecture.middle_module(block)
+            hooks.append(middle.register_forward_pre_hook(lambda _module, inputs: stream.append(inputs[0].clone())))
+        run_hooked(subject, hooks)
         return seen[0].view_as(seen[1]), seen[1]
 
+    arguments, stream = dict[str, Any](), list[Tensor]()
     (output, before), (changed, after) = run(0), run(1)
-    silent = torch.zeros_like(output)
-    expected = architecture.put_out(block, silent, changed) - architecture.put_out(block, silent, output)
+    before_mlp = stream[0] if stream else torch.zeros_like(output)
+    base, moved = (architecture.put_out(block, before_mlp, each, arguments) for each in (output, changed))
+    expected = moved - base
     difference, allowed = distance(after - before, expected), subject.allowed(before)
     told = f"off by {difference:.1e} at most, allowed {allowed:.1e}"
     if difference <= allowed:

@@ -37,6 +37,8 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "hidden_size": n_heads * d_head if dims.d_head * dims.n_heads == dims.d_model else 48,
         "num_attention_heads": n_heads,
         "vocab_size": VOCABULARY,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
         "max_position_embeddings": 4 * TRAINED,
         "original_max_position_embeddings": TRAINED,
         "sliding_window": WINDOW,
@@ -78,10 +80,14 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         n_kv_heads = _known(config, architecture.kv_heads) or dims.n_heads
         sizes[architecture.kv_heads] = {1: 1, dims.n_heads: n_heads}.get(n_kv_heads, 2)
     kinds = {name: list(dict.fromkeys(getattr(config, name, None) or ())) for name in BY_LAYER}
-    small.num_hidden_layers = n_layers = max(MIN_LAYERS, *map(len, kinds.values()))
+    n_layers = max(MIN_LAYERS, *map(len, kinds.values()))
+    if architecture.hands_on:  # one of each kind with keys and values of its own, and one without
+        sizes["num_kv_shared_layers"] = n_layers = len(kinds["layer_types"])
+        n_layers *= 2
+    small.num_hidden_layers = n_layers
     for name, known in kinds.items():
         if known:
-            _set(small, name, known + known[:1] * (n_layers - len(known)))
+            _set(small, name, (known * n_layers)[:n_layers])
     if kinds["attention_layers"]:  # of GPT-Neo, whose config is written as runs of them
         small.attention_types = [[[kind], 1] for kind in small.attention_layers]
     for name, value in sizes.items():

@@ -121,7 +121,7 @@ def zeros(stock: PreTrainedModel, layers: list[dict[str, int]]) -> tuple[int, in
     for block, layer in zip(decoder_layers(stock, architecture.describe()), layers, strict=True):
         cost = architecture.rank_costs(dims, architecture.biases_of(block))
         if architecture.cuts_mlp(block):
-            mlp += cost["mlp"] * (dims.d_int - layer["mlp_width"])
+            mlp += cost["mlp"] * (architecture.block_dims(block, dims).d_int - layer["mlp_width"])
         attention += cost["qk"] * (dims.d_head - 2 * layer["rope_pairs"] - layer["qk_plain"])
         attention += cost["vo"] * (dims.d_head - layer["value_dim"])
     return mlp, attention
@@ -173,8 +173,11 @@ def _stock_config(model: PreTrainedModel, stock_class: Any, blocks: nn.ModuleLis
     config = stock_class.config_class.from_dict(fields)
     config.architectures, config.dtype = [stock_class.__name__], model.dtype
     architecture = architecture_of(config)
-    described = zip(blocks, model.config.modegpt["layers"], strict=True)
-    if widths := [layer["mlp_width"] for block, layer in described if architecture.cuts_mlp(block)]:
+    widest, widths = architecture.mlp_width(config), list[int]()
+    for index, (block, layer) in enumerate(zip(blocks, model.config.modegpt["layers"], strict=True)):
+        if architecture.cuts_mlp(block):  # where it is some times as wide as the config says, it stays so
+            widths.append(-(-layer["mlp_width"] * widest // architecture.layer_width(config, index)))
+    if widths:
         architecture.set_mlp_width(config, max(widths))
     return config
 

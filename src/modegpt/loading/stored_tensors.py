@@ -69,7 +69,9 @@ def left_over(files: dict[str, Entry], model: PreTrainedModel) -> list[str]:
     Scales of packed weights have one, and so have masks and rotary frequencies, which are computed anew.
     """
     placed = {stored for name in model.state_dict() for stored in stored_names(name, files, model)}
-    passed = re.compile("|".join((*(model._keys_to_ignore_on_load_unexpected or ()), *COMPUTED)))
+    base: Any = model.base_model  # which knows of weights that files hold for layers that read those of others
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *(base._keys_to_ignore_on_load_unexpected or ())]
+    passed = re.compile("|".join((*ignored, *COMPUTED)))
     packed = {name.rpartition(".")[0] for name, entry in files.items() if entry.dtype not in PLAIN}
     rest = (name for name in files.keys() - placed if not passed.search(name))
     return sorted(name for name in rest if name.rpartition(".")[0] not in packed)

@@ -74,8 +74,8 @@ def tiles(run: dict[str, Any], found: dict[str, Any], figures: dict[str, Any]) -
 def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return what was compressed and how, and how it was measured."""
     text, config = run["calibration"], run["config"]
-    dense, layers = found["dense"], run["layers"]
-    cut = [module for module in config["modules"] if {each["ranks"][module] for each in layers} - {None, dense[module]}]
+    pairs = [(each["ranks"], whole["dense_ranks"]) for each, whole in zip(run["layers"], found["layers"], strict=True)]
+    cut = [module for module in config["modules"] if any(ranks[module] != full[module] for ranks, full in pairs)]
     modules = [NAMES[module] for module in cut or config["modules"]]
     lead = (
         f"{model_name(run)} (family {run['architecture']}, {len(run['layers'])} decoder blocks) was compressed "
@@ -100,12 +100,12 @@ def protocol(run: dict[str, Any], found: dict[str, Any], evals: Sequence[dict[st
 
 def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """Return sparsity, ranks and scores by layer."""
-    layers, dense = run["layers"], found["dense"]
+    layers, full = run["layers"], [layer["dense_ranks"] for layer in found["layers"]]
     numbers = range(len(layers))
     removed = [100 * layer["sparsity"] for layer in found["layers"]]
     mean = 100 * run["sparsity"]["blocks"]
     kept = {
-        label: (numbers, [rank and 100 * rank / dense[module] for rank in ranks])
+        label: (numbers, [rank and 100 * rank / whole[module] for rank, whole in zip(ranks, full, strict=True)])
         for module, label in NAMES.items()
         if any(ranks := [layer["ranks"][module] for layer in layers])
     }
@@ -134,7 +134,10 @@ def layers(run: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
         [
             str(index),
             f"{own['sparsity']:.2%}",
-            *(f"{rank:,} of {dense[module]:,}" if (rank := layer["ranks"][module]) else NO_RANK for module in NAMES),
+            *(
+                f"{rank:,} of {full[index][module]:,}" if (rank := layer["ranks"][module]) else NO_RANK
+                for module in NAMES
+            ),
             *(f"{layer['error'][module]:.4f}" if layer["ranks"][module] else NO_RANK for module in NAMES),
             f"{own['parameters']:,}",
         ]

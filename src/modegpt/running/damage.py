@@ -156,7 +156,7 @@ def _narrow_blocks(
     seen: Calibration,
 ) -> Iterator[tuple[int, nn.Module]]:
     """Take a block's moments, and yield copies with one of the `own` modules compressed, and its place in `MODULES`."""
-    architecture, dims = source.architecture, source.dims
+    architecture, dims = source.architecture, source.block_dims(index)
     moments = blank_moments([*ranks], block, architecture, dims, config, device)
     with record_moments(block, architecture, dims, moments, seen.weights):
         advance(block, index, seen, device)

@@ -56,7 +56,7 @@ def held_bytes(source: Source, moments: int, n_tokens: int, every: int, itemsize
         every: so manieth token is probed.
         itemsize: bytes of a number where blocks run.
     """
-    dims, n_outputs = source.dims, bool(source.architecture.mlp_norm)
+    dims, n_outputs = source.block_dims(source.dims.n_layers - 1), bool(source.architecture.mlp_norm)
     states = (1 + n_outputs) * n_tokens * dims.d_model * itemsize
     probed = -(-n_tokens // every) * (dims.d_int + n_outputs * dims.d_model) * 4
     return moments + states + probed + dims.d_int * dims.d_model * itemsize
@@ -135,7 +135,7 @@ class DensePass:
         present = dense
         for layer in to_come:
             present = present.copy()
-            drifted |= bool(cut_modules(self.ranks[layer - 1], self.source.dims))
+            drifted |= bool(cut_modules(self.ranks[layer - 1], self.source.block_dims(layer - 1)))
             block = self.probe.peek(layer)
             coming = self._blank(block, layer, self.ranks[layer], drifted)
             self._measure(coming, block, layer, present)
@@ -144,7 +144,7 @@ class DensePass:
 
     def _blank(self, block: nn.Module, index: int, ranks: dict[str, int], drifted: bool) -> DenseSide:
         """Return what is to be measured of a block, of no tokens yet."""
-        architecture, modules = self.source.architecture, cut_modules(ranks, self.source.dims)
+        architecture, modules = self.source.architecture, cut_modules(ranks, self.source.block_dims(index))
         more, every = [], 1
         if "mlp" in modules and not architecture.experts:
             if drifted:

@@ -1,5 +1,6 @@
 """How texts enter the blocks: in which batches, with which weights, and where their hidden states are held."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,8 +57,9 @@ class Embedding:
         """Return the hidden states of these very windows."""
         with self.watch.stage("embed"):
             limit, free = self.config.max_host_memory, free_gpu_memory_bytes(self.device)
-            host = None if limit is None else limit // streams
-            hidden = HiddenStates(host, self.spill, self.device, free // (GPU_PART * streams))
+            share = self.source.states_held(streams)
+            host = None if limit is None else int(limit / share)
+            hidden = HiddenStates(host, self.spill, self.device, int(free / (GPU_PART * share)))
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
 
     def continued(self, tokens: Tensor, cache: Cache | None) -> Calibration:
@@ -68,7 +70,9 @@ class Embedding:
         if cache is None:
             return self.embed(tokens, len(LENGTHS))
         with self.watch.stage("embed"):
-            return self.source.blocks.embed(tokens, len(tokens), HiddenStates(), cache)
+            # Beside the cache they are small; keys and values that blocks hand on are in it, too.
+            here = HiddenStates(device=self.device, device_bytes=sys.maxsize)
+            return self.source.blocks.embed(tokens, len(tokens), here, cache)
 
     def caches(self, shapes: Sequence[tuple[int, int]]) -> list[Cache | None]:
         """Return empty caches for texts of each `(rows, tokens)`; None where no batch or no memory can hold them."""

@@ -1,6 +1,7 @@
 """About what a run would cost, from the sizes of the model and of the text."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def estimate(
     Attention scores, disk and the blocks that a GPU with room for them keeps while the model writes are left out, so
     read it as the right order, not as a promise.
     """
-    dims = source.dims
+    dims = replace(source.dims, d_int=max(size.full["mlp"] for size in sizes))
     n_windows, seq_len = text
     n_tokens = round(n_windows * (1 + config.coverage_share)) * seq_len
     n_written = n_tokens - n_windows * seq_len
@@ -43,7 +44,7 @@ def estimate(
     dtype = compute_dtype(device, source.dtype)
     block, blocks = max(size.total for size in sizes), sum(size.total for size in sizes)
     outside = sum(parameter.numel() for parameter in source.blocks.model.parameters()) - blocks
-    states = source.n_streams(config) * n_tokens * dims.d_model * dtype.itemsize
+    states = round(source.states_held(source.n_streams(config)) * n_tokens * dims.d_model * dtype.itemsize)
     n_mlps = max(1, dims.n_experts)
     active = getattr(source.config, architecture.experts_per_token) if dims.n_experts else 1
     solved_in = torch.float32 if source.runs_beside(config) and not dims.n_experts else torch.float64

@@ -276,7 +276,7 @@ class Run:
                 keep(index, self._checked({self._prefix(index) + name: tensor for name, tensor in named}), outcome)
                 del named
             outcomes.append(outcome)
-            drifted |= bool(cut_modules(allocation.ranks[index], self.source.dims))
+            drifted |= bool(cut_modules(allocation.ranks[index], self.source.block_dims(index)))
             if index + 1 < self.source.dims.n_layers:  # nothing reads what the last block gives
                 with self.watch.stage("forward"):
                     compressor.hand_on(block, index, calibration, middle)

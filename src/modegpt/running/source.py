@@ -49,6 +49,15 @@ class Source:
         """Whether the dense model runs beside the compressed one."""
         return config.feeds_back and self.architecture.makes_up
 
+    def block_dims(self, index: int) -> Dimensions:
+        """Return the sizes of one dense block."""
+        return self.architecture.block_dims(self.blocks.layers[index], self.dims)
+
+    def states_held(self, n_streams: int) -> float:
+        """Return how many streams' worth of hidden states so many take, with what blocks read beside them."""
+        own, handed = self.architecture.beside_states(self.config)
+        return n_streams * (1 + handed / self.dims.d_model) + own / self.dims.d_model
+
     def n_streams(self, config: CompressionConfig) -> int:
         """Return how many streams of hidden states a run holds at most.
 

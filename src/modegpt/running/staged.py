@@ -87,7 +87,7 @@ class BlockCompressor:
         if dense is not None:
             return self._beside(block, index, calibration, ranks, dense, drifted)
         outcome, middle = None, None
-        architecture, dims = self.source.architecture, self.source.dims
+        architecture, dims = self.source.architecture, self.source.block_dims(index)
         for modules in stages(ranks, architecture, dims, self.config) or [()]:
             if outcome is not None:
                 # All but the MLP is final: what follows it must be what the written weights give.
@@ -117,9 +117,11 @@ class BlockCompressor:
         else:
             down = architecture.projection(block, "down")
             for batch, states in enumerate(calibration.hidden):
+                states = states.to(self.device)
+                arguments = calibration.arguments.of(batch, states, index)
                 with torch.no_grad():  # a family may run its MLP on all tokens in one row
                     output = down(middle.activations[batch]).view_as(states)
-                    calibration.hidden[batch] = architecture.put_out(block, states.to(self.device), output)
+                    calibration.hidden[batch] = architecture.put_out(block, states, output, arguments)
 
     def _beside(
         self,
@@ -130,7 +132,7 @@ class BlockCompressor:
         dense: Calibration,
         drifted: bool,
     ) -> tuple[BlockOutcome, Middle | None]:
-        source, dims = self.source, self.source.dims
+        source, dims = self.source, self.source.block_dims(index)
         assert self.dense_pass is not None
         modules, side = cut_modules(ranks, dims), self.dense_pass.over(block, index, dense, ranks, drifted)
         outcome, normed = self._decide(block, index, ranks, modules, side.attention, None, side.neurons), side.normed

@@ -42,7 +42,8 @@ def stages(
 ) -> list[tuple[str, ...]]:
     """Return the modules of a block that are to be compressed, in the order in which their moments are taken.
 
-    The MLP comes in a stage of its own where its solver wants the moments that the compressed attention gives.
+    `dims` are the block's. The MLP comes in a stage of its own where its solver wants the moments that the compressed
+    attention gives.
     """
     chosen = cut_modules(ranks, dims)
     attention = tuple(module for module in chosen if module != "mlp")
@@ -52,7 +53,7 @@ def stages(
 
 
 def cut_modules(ranks: dict[str, int], dims: Dimensions) -> tuple[str, ...]:
-    """Return the modules whose rank is below the full one."""
+    """Return the modules of a block whose rank is below the full one; `dims` are the block's."""
     return tuple(module for module in MODULES if ranks[module] < dims.full_ranks[module])
 
 
@@ -84,7 +85,7 @@ def blank_moments(
     every: int = 1,
 ) -> BlockMoments:
     """Return what the solvers of these modules read, and `more` moments, of no tokens; `every` as in `BlockMoments`."""
-    needed = needed_moments(modules, block, architecture, dims, config)
+    needed, dims = needed_moments(modules, block, architecture, dims, config), architecture.block_dims(block, dims)
     return BlockMoments.zeros(dims, (*needed, *more), device, every)
 
 
@@ -120,7 +121,8 @@ def compress_block(
     Raises:
         NumericalError: a moment is indefinite or not finite; names the layer and the matrix.
     """
-    full, dims = dims.full_ranks, architecture.block_dims(block, dims)
+    dims = architecture.block_dims(block, dims)
+    full = dims.full_ranks
     dense = Layout.dense(architecture, dims)
     weights = (dense if before is None else dense.narrowed(before.layer)).read(block)
     error, repairs, narrow, pairs = dict.fromkeys(full, 0.0), [], {}, None
