@@ -93,12 +93,20 @@ def rotary(mlp: int) -> dict[str, Any]:
     }
 
 
-def gemma4(mlp: int, **experts: Any) -> PreTrainedModel:
+def gemma4(mlp: int, **changes: Any) -> PreTrainedModel:
     sizes: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": WIDTH // HEADS, "hidden_size_per_layer_input": 0}
     windows = {"sliding_window": LENGTH // 2, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
     wide: dict[str, Any] = {"global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
-    config = Gemma4TextConfig(**rotary(mlp), **sizes, **windows, **wide, **experts, pad_token_id=1)
+    config = Gemma4TextConfig(**{**rotary(mlp), **sizes, **windows, **wide, **changes}, pad_token_id=1)
     return Gemma4ForCausalLM(config)
+
+
+def small_gemma4() -> PreTrainedModel:
+    """As E2B, whose later layers read keys and values of earlier ones, and every layer inputs of its own."""
+    own = {"hidden_size_per_layer_input": WIDTH // 4, "vocab_size_per_layer_input": VOCABULARY}
+    types = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    shared: dict[str, Any] = {"layer_types": types, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    return gemma4(2 * WIDTH, **own, **shared, attention_k_eq_v=False, num_global_key_value_heads=None)
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -115,6 +123,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**rotary(3 * WIDTH), num_key_value_heads=2)),
     "gemma4_text": lambda: gemma4(3 * WIDTH),
+    "gemma4_text-small": small_gemma4,
     "gemma4_text-experts": lambda: gemma4(
         WIDTH, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=96
     ),

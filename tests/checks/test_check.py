@@ -24,6 +24,7 @@ from command_line import modegpt
 from conformance.families import FAMILIES, SIZES, Family, tokens
 from modegpt import CompressionConfig, compress
 from modegpt.architectures import ARCHITECTURES, architecture_of
+from modegpt.architectures.gemma import Gemma4Architecture
 from modegpt.architectures.nemotron import NemotronHArchitecture
 from modegpt.checks.checking import CHECKS, run_checks
 from modegpt.checks.tiny import BY_LAYER, random_model, tiny_config
@@ -178,6 +179,13 @@ def test_one_wrong_field_fails_the_check_that_the_guide_names(
         monkeypatch.delitem(CHECKS, "fresh process")
     dense = next(family for family in FAMILIES if family.name == name).dense()
     assert [check.name for check in run_checks(dense, 0.3) if check.result == "failed"] == [failed]
+
+
+def test_what_stands_behind_the_sum_is_part_of_what_the_mlp_adds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Gemma4Architecture, "behind_mlp", lambda _self, _block, total, _arguments: total)
+    monkeypatch.delitem(CHECKS, "fresh process")
+    dense = next(family for family in FAMILIES if family.name == "gemma4_text-small").dense()
+    assert [check.name for check in run_checks(dense, 0.3) if check.result == "failed"] == ["what the MLP adds"]
 
 
 def test_a_wrong_path_is_an_error_and_not_a_block_without_an_mlp(monkeypatch: pytest.MonkeyPatch):

@@ -212,6 +212,21 @@ def test_what_predicts_later_tokens_is_left_out(tmp_path: Path):
     assert file_bytes(str(tmp_path)) == sum(weight.numel() * 4 for weight in opened.parameters())
 
 
+def test_weights_that_no_layer_reads_are_left_out_in_silence(tmp_path: Path):
+    """Gemma 4's files hold keys and values for layers that read those of earlier ones; transformers passes them by."""
+    text: Any = transformers.Gemma4ForCausalLM
+    torch.manual_seed(0)
+    dense = text(transformers.Gemma4TextConfig(**SIZES, **MORE["Gemma4"])).eval()
+    dense.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    unread = {f"model.layers.1.self_attn.{name}_proj.weight": torch.ones(16, 32) for name in "kv"}
+    assert not unread.keys() & tensors.keys()
+    save_file({**tensors, **unread}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    streamed: Any = modegpt.compress(str(tmp_path), TOKENS, SETTINGS)
+    assert not [line for line in streamed.modegpt_report["warnings"] if "the files hold" in line]
+    assert torch.equal(logits(streamed), logits(modegpt.compress(dense, TOKENS, SETTINGS)))
+
+
 def test_loading_prints_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     multimodal(*CASES[0]).save_pretrained(tmp_path)
     logger = logging.getLogger("transformers")

@@ -155,14 +155,14 @@ def _rank(
     ranks: list[dict[str, int]],
     sparsity: float,
 ) -> str:
-    first: dict[int, int] = {}  # by the step of its kind of layer
+    first: dict[tuple[int, int], int] = {}  # by step and full rank of its kind of layer
     whole = [size for size in sizes if module in size.whole]
     for size, rank in zip(sizes, ranks, strict=True):
         if module not in size.whole:
-            first.setdefault(size.step[module], rank[module])
+            first.setdefault((size.step[module], size.full[module]), rank[module])
     told = [
-        f"{step} to {sizes[0].full[module]:,} {UNITS[module]}{NOTES.get(step, '')}; {rank:,} at sparsity {sparsity:g}"
-        for step, rank in first.items()
+        f"{step} to {full:,} {UNITS[module]}{NOTES.get(step, '')}; {rank:,} at sparsity {sparsity:g}"
+        for (step, full), rank in first.items()
     ]
     if whole and not told:
         return f"stays whole: {why_whole(module, whole)}"

@@ -81,9 +81,9 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         sizes[architecture.kv_heads] = {1: 1, dims.n_heads: n_heads}.get(n_kv_heads, 2)
     kinds = {name: list(dict.fromkeys(getattr(config, name, None) or ())) for name in BY_LAYER}
     n_layers = max(MIN_LAYERS, *map(len, kinds.values()))
-    if architecture.hands_on:  # one of each kind with keys and values of its own, and one without
-        sizes["num_kv_shared_layers"] = n_layers = len(kinds["layer_types"])
-        n_layers *= 2
+    if architecture.hands_on:  # one layer of each kind with keys and values of its own, and one without
+        n_kinds = len(kinds["layer_types"])
+        n_layers, sizes["num_kv_shared_layers"] = 2 * n_kinds, n_kinds
     small.num_hidden_layers = n_layers
     for name, known in kinds.items():
         if known:
