@@ -17,6 +17,7 @@ if "modegpt_command" not in sys.modules:  # the program registers later, and nee
     from .config import CompressionConfig
     from .errors import InputError, MissingExtraError, ModegptError, NumericalError
     from .evaluate import perplexity
+    from .export.rejoin import rejoin
     from .export.stock import stock_model
     from .measuring.zero_shot import evaluate_tasks
 
@@ -29,5 +30,6 @@ __all__ = [
     "compress",
     "evaluate_tasks",
     "perplexity",
+    "rejoin",
     "stock_model",
 ]

@@ -13,6 +13,7 @@ from .commands.check import check
 from .commands.compare import compare
 from .commands.evaluate import evaluate
 from .commands.export import export
+from .commands.rejoin import rejoin
 from .commands.report import report as report_page
 from .commands.settings import configured
 from .commands.shared import (
@@ -256,6 +257,7 @@ app.command("check")(check)
 app.command("compare")(compare)
 app.command("eval")(evaluate)
 app.command("export")(export)
+app.command("rejoin")(rejoin)
 app.command("report")(report_page)
 app.command("sweep")(sweep)
 

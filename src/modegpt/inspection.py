@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from .architectures import ARCHITECTURES, Architecture
 from .blocks import required_tensors
@@ -14,6 +14,7 @@ from .checkpoint import REPORT_NAME, check_description, read_json
 from .errors import InputError, refused
 from .formats.checkpoint_files import find_tensors
 from .formats.safetensors_merge import Entry, main_dtype
+from .formats.text_part import MULTIMODAL, text_part
 from .modeling_modegpt import MODEL_TYPE_PREFIX, PREFIX, compressed_class
 from .ranks.whole import told
 
@@ -42,25 +43,28 @@ def describe(folder: str | Path) -> dict[str, Any]:
     """
     path = Path(folder)
     config = _read_config(path)
-    opened, architecture = _open_config(path, config)
-    dims = architecture.dimensions(opened)
+    whole, text, architecture = _open_config(path, config)
+    dims = architecture.dimensions(text)
     check_description(config["modegpt"], dims.n_layers, path)
     tensors = find_tensors(path)
     if not tensors:
         raise InputError(f"folder '{path}' has no .safetensors file of a model; the checkpoint is incomplete")
-    _check_whole(path, opened, architecture, tensors)
+    _check_whole(path, whole, architecture, tensors)
     shapes = {
         f".{name}": entry.shape
         for name, entry in tensors.items()
         if entry.dtype in BYTES and not name.endswith(architecture.buffers)
     }
     element = _element_bytes(tensors)
+    # In a multimodal model other parts have layers, too.
+    inner = config["modegpt"].get("multimodal", {}).get("language_model", "")
+    blocks = f"{inner}.{config['modegpt']['architecture']['layers']}".removeprefix(".")
     layers, dense_cache = [], 0
     # A model of which someone dropped the last layers still describes them.
     for index, entry in enumerate(config["modegpt"]["layers"][: dims.n_layers]):
-        inside = f".{config['modegpt']['architecture']['layers']}.{index}."
+        inside = f".{blocks}.{index}."
         own = {name.split(inside, 1)[1]: shape for name, shape in shapes.items() if inside in name}
-        full = {**dims.full_ranks, "mlp": architecture.layer_width(opened, index)}
+        full = {**dims.full_ranks, "mlp": architecture.layer_width(text, index)}
         ranks = {
             "mlp": entry["mlp_width"],
             "qk": 2 * entry["rope_pairs"] + entry["qk_plain"],
@@ -123,17 +127,18 @@ def _element_bytes(tensors: dict[str, Entry]) -> int:
     return BYTES[most] if most else 0
 
 
-def _open_config(path: Path, config: dict[str, Any]) -> tuple[PreTrainedConfig, Architecture]:
-    """Return a checkpoint's config as transformers reads it, and the family of the dense model that it came from."""
+def _open_config(path: Path, config: dict[str, Any]) -> tuple[PreTrainedConfig, PreTrainedConfig, Architecture]:
+    """Return a checkpoint's config as transformers reads it, that of its language model, and the dense one's family."""
     kind = str(config.get("model_type")).removeprefix(MODEL_TYPE_PREFIX)
-    if kind not in ARCHITECTURES:
+    if kind not in ARCHITECTURES and kind not in MULTIMODAL:
         raise InputError(
             f"'{path}' is of model_type '{kind}', which this version does not know: install a newer modegpt"
         )
-    architecture = ARCHITECTURES[kind]
-    opened: Any = compressed_class(f"{architecture.name}Config")
+    stock = f"{ARCHITECTURES[kind].name}Config" if kind in ARCHITECTURES else CONFIG_MAPPING[kind].__name__
+    opened: Any = compressed_class(stock)
     opened = opened.from_pretrained(path)  # which reads what JSON has no word for, such as infinity
-    return opened, architecture.resolve(opened)
+    text = text_part(opened)
+    return opened, text, ARCHITECTURES[text.model_type.removeprefix(MODEL_TYPE_PREFIX)].resolve(text)
 
 
 def _check_whole(path: Path, config: PreTrainedConfig, architecture: Architecture, tensors: dict[str, Entry]) -> None:

@@ -451,17 +451,18 @@ class CompressedModel(_ModelBase):
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         """Build the model that `config.modegpt` describes; inside `from_pretrained` this happens on the meta device."""
         super().__init__(config, *args, **kwargs)
-        description = config.modegpt
+        description, text = config.modegpt, config.get_text_config()  # of a multimodal model its language model's
         check_version(description)
-        layers, described = decoder_layers(self, description["architecture"]), description["layers"]
+        decoder = language_model(self, description)
+        layers, described = decoder_layers(decoder, description["architecture"]), description["layers"]
         if len(layers) > len(described):
             raise ValueError(f"the config asks for {len(layers)} layers, and the checkpoint has {len(described)}")
         if len(layers) < len(described):  # stock models, too, leave out the last ones where they are told to
             config.modegpt = description = {**description, "layers": described[: len(layers)]}
         for block, layer in zip(layers, description["layers"], strict=True):
-            shrink_block(block, description["architecture"], layer, config)
+            shrink_block(block, description["architecture"], layer, text)
         attentions: list[Any] = [module for module in layers.modules() if hasattr(module, "rope_index")]
-        rotary: Any = getattr(self.base_model, "rotary_emb", None)
+        rotary: Any = getattr(decoder, "rotary_emb", None)
         if rotary is not None and attentions and not isinstance(rotary, CompressedRotary):
             rotary.__class__ = compressed_rotary_class(type(rotary))
             rotary._indices = _Buffers(attention._buffers for attention in attentions)
@@ -507,6 +508,11 @@ def check_version(description: dict[str, Any]) -> None:
             f"this checkpoint has modegpt format version {description['version']}, and this code reads up to "
             f"{FORMAT_VERSION}: load it with trust_remote_code=True, or upgrade modegpt"
         )
+
+
+def language_model(model: PreTrainedModel, description: dict[str, Any]) -> Any:
+    """Return the base model of a compressed one, inside a multimodal one that of its language model."""
+    return model.base_model.get_submodule(description.get("multimodal", {}).get("language_model", ""))
 
 
 def decoder_layers(model: PreTrainedModel, architecture: dict[str, Any]) -> nn.ModuleList:
@@ -705,10 +711,13 @@ def compressed_class(stock_name: str) -> type:
 
 def auto_map(config: PreTrainedConfig) -> dict[str, str]:
     """Return the `auto_map` entries by which transformers finds the classes of this file in a checkpoint."""
-    module = "modeling_modegpt"
-    stock = config.modegpt["architecture"]["name"]
-    causal = config.modegpt["architecture"].get("causal_lm") or f"{stock}ForCausalLM"
-    names = {"AutoConfig": f"{stock}Config", "AutoModel": f"{stock}Model", "AutoModelForCausalLM": causal}
+    module, whole = "modeling_modegpt", config.modegpt.get("multimodal")
+    stock = (whole or config.modegpt["architecture"])["name"]
+    names = {"AutoConfig": f"{stock}Config", "AutoModel": f"{stock}Model"}
+    if whole:
+        names |= dict.fromkeys(("AutoModelForImageTextToText", "AutoModelForMultimodalLM"), whole["generates"])
+    else:
+        names["AutoModelForCausalLM"] = config.modegpt["architecture"].get("causal_lm") or f"{stock}ForCausalLM"
     return {auto: f"{module}.{PREFIX}{name}" for auto, name in names.items()}
 
 

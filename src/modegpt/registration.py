@@ -5,13 +5,24 @@ once, since they are looked up by name, and a family's models when its first con
 look them up by the class of a config, which they have an instance of by then.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
 from .architectures import ARCHITECTURES, Architecture
+from .formats.text_part import MULTIMODAL
 from .modeling_modegpt import compressed_class
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -22,28 +33,42 @@ HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnsw
 def register() -> None:
     """Register the compressed classes of every supported family; calling it again changes nothing."""
     for architecture in ARCHITECTURES.values():
-        config_class = compressed_class(f"{architecture.name}Config")
-        assert issubclass(config_class, PreTrainedConfig)
-        AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
-        config_class.__new__ = _registering(config_class, architecture)
+        _register_config(f"{architecture.name}Config", partial(_register_models, architecture))
+    for model_type in MULTIMODAL:
+        _register_config(CONFIG_MAPPING[model_type].__name__, partial(_register_multimodal, model_type))
 
 
-def _registering(config_class: type[PreTrainedConfig], architecture: Architecture) -> Any:
+def _register_config(stock: str, register_models: Callable[[type], None]) -> None:
+    """Register the compressed config of a stock one, which registers its models when the first is made."""
+    config_class = compressed_class(stock)
+    assert issubclass(config_class, PreTrainedConfig)
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
+    config_class.__new__ = _registering(config_class, cache(register_models))
+
+
+def _register_models(architecture: Architecture, config_class: type) -> None:
+    AutoModel.register(config_class, compressed_class(f"{architecture.name}Model"), exist_ok=True)
+    causal = compressed_class(architecture.causal_class)
+    AutoModelForCausalLM.register(config_class, causal, exist_ok=True)
+    for head in HEADS:
+        name = f"{architecture.name}{head}"
+        # Some stock heads keep the model under another name, and so load none of a causal checkpoint's weights.
+        if hasattr(transformers, name) and compressed_class(name).base_model_prefix == causal.base_model_prefix:
+            getattr(transformers, f"AutoModel{head}").register(config_class, compressed_class(name), exist_ok=True)
+
+
+def _register_multimodal(model_type: str, config_class: type) -> None:
+    AutoModel.register(config_class, compressed_class(MODEL_MAPPING_NAMES[model_type]), exist_ok=True)
+    generates = compressed_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type])
+    for auto in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        auto.register(config_class, generates, exist_ok=True)
+
+
+def _registering(config_class: type[PreTrainedConfig], register_models: Callable[[type], None]) -> Any:
     """Return a `__new__`, by which copies and pickles are made, too, that registers a config's models before it."""
 
-    @cache
-    def register_models() -> None:
-        AutoModel.register(config_class, compressed_class(f"{architecture.name}Model"), exist_ok=True)
-        causal = compressed_class(architecture.causal_class)
-        AutoModelForCausalLM.register(config_class, causal, exist_ok=True)
-        for head in HEADS:
-            name = f"{architecture.name}{head}"
-            # Some stock heads keep the model under another name, and so load none of a causal checkpoint's weights.
-            if hasattr(transformers, name) and compressed_class(name).base_model_prefix == causal.base_model_prefix:
-                getattr(transformers, f"AutoModel{head}").register(config_class, compressed_class(name), exist_ok=True)
-
     def new(cls: type[PreTrainedConfig], *_args: Any, **_kwargs: Any) -> PreTrainedConfig:
-        register_models()
+        register_models(config_class)
         return super(config_class, cls).__new__(cls)
 
     return staticmethod(new)

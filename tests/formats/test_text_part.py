@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import modegpt
 from command_line import modegpt as run_command
@@ -18,89 +18,9 @@ from modegpt.errors import InputError
 from modegpt.formats.text_part import LANGUAGE_MODELS, MULTIMODAL
 from modegpt.loading.models import open_config, open_model
 from modegpt.measuring.costs import file_bytes
+from multimodal import CASES, MORE, SIZES, TOKENS, VISION, logits, multimodal
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 384,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-}
-LINEAR: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-MORE: dict[str, dict[str, Any]] = {
-    "Gemma4": {
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": SIZES["vocab_size"],
-        "num_kv_shared_layers": 1,
-        "use_double_wide_mlp": True,
-        "layer_types": ["full_attention", "full_attention"],
-    },
-    "Qwen3_5": LINEAR,
-    "Qwen3_5Moe": {
-        **LINEAR,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 16,
-    },
-}
-"""What the language models of some need beside."""
-VISION: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-CASES = [
-    ("Gemma3", "Gemma3TextConfig", None),
-    ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
-    ("Mistral3", "Ministral3Config", "PixtralVisionConfig"),
-    ("Llava", "LlamaConfig", "CLIPVisionConfig"),
-    ("LlavaNext", "MistralConfig", "CLIPVisionConfig"),
-    ("LlavaOnevision", "Qwen2Config", "SiglipVisionConfig"),
-    ("InternVL", "Qwen2Config", None),
-    ("InternVL", "Qwen3Config", None),
-    ("SmolVLM", "LlamaConfig", None),
-    ("Idefics3", "LlamaConfig", None),
-    ("Gemma4", "Gemma4TextConfig", None),
-    ("Gemma4Unified", "Gemma4UnifiedTextConfig", None),
-    ("Qwen3_5", "Qwen3_5TextConfig", None),
-    ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", None),
-]
-"""The outer family, the config of its language model, and that of its tower where it takes a config of any kind."""
-TOKENS = torch.randint(384, (8, 32), generator=torch.Generator().manual_seed(0))
 SETTINGS = modegpt.CompressionConfig(sparsity=0.3, samples=8, seq_len=32)
-
-
-def multimodal(outer: str, text: str, vision: str | None, **changes: Any) -> Any:
-    tower = VISION if vision is None else getattr(transformers, vision)(**VISION)
-    config = getattr(transformers, outer + "Config")(
-        text_config=getattr(transformers, text)(**SIZES, **MORE.get(outer, {})),
-        vision_config=tower,
-        **changes,
-    )
-    torch.manual_seed(0)
-    model = getattr(transformers, outer + "ForConditionalGeneration")(config).eval()
-    for name, buffer in model.named_buffers():
-        if name.endswith("layer_scalar"):  # which Gemma 4 multiplies the output of each block by
-            buffer.uniform_(0.5, 1.5)
-    return model
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    return model(input_ids=TOKENS).logits
 
 
 def test_every_family_is_tried():

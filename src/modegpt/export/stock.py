@@ -140,6 +140,10 @@ def _stock(model: PreTrainedModel, consume: bool) -> PreTrainedModel:
         raise InputError("a part of the model is not in memory: open it without device_map, and export that")
     stock_class: Any = model._stock
     description = model.config.modegpt
+    if "multimodal" in description:
+        raise InputError(
+            f"a {type(model).__name__} is multimodal: export the language model, and rejoin what is written"
+        )
     blocks = decoder_layers(model, description["architecture"])
     config = _stock_config(model, stock_class, blocks)
     architecture = architecture_of(config)

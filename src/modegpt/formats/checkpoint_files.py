@@ -8,6 +8,8 @@ from .safetensors_merge import Entry, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 50 * 10**9
+"""Of one file: above this a checkpoint is in several, as transformers would split it too."""
 
 
 def find_tensors(folder: Path) -> dict[str, Entry]:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from ..errors import InputError
+from ..modeling_modegpt import MODEL_TYPE_PREFIX, auto_map, compressed_class
 
 MULTIMODAL = (
     "gemma3",
@@ -64,6 +65,8 @@ def text_part(config: Any) -> Any:
             f"multimodal models those of {', '.join(LANGUAGE_MODELS)} can be taken"
         )
     text = copy.deepcopy(config.text_config)
+    if description := getattr(config, "modegpt", None):
+        text = compressed_text(text, description)
     text.tie_word_embeddings = bool(config.tie_word_embeddings)
     for name in ("dtype", "quantization_config", "bos_token_id", "eos_token_id"):
         if (said := getattr(config, name, None)) is not None:
@@ -72,16 +75,41 @@ def text_part(config: Any) -> Any:
     return text
 
 
+def compressed_text(dense: Any, description: dict[str, Any]) -> Any:
+    """Return the config of the compressed language model inside a multimodal one.
+
+    Args:
+        dense: the config of the dense language model, as the outer config holds it.
+        description: the key `modegpt` of the outer config.
+
+    Raises:
+        InputError: it is broken.
+    """
+    fields = {name: value for name, value in dense.to_dict().items() if name != "model_type"}
+    try:
+        config: Any = compressed_class(f"{description['architecture']['name']}Config")
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise InputError("the key 'modegpt' in the config is broken: copy the checkpoint again") from problem
+    config = config.from_dict(fields)
+    config.modegpt = {name: value for name, value in description.items() if name != "multimodal"}
+    config.auto_map = auto_map(config)
+    config.architectures = [config.auto_map["AutoModelForCausalLM"].rpartition(".")[2]]
+    return config
+
+
 def has_text_part(config: Any) -> bool:
-    """Whether the model is multimodal, of a type whose language model can be opened alone."""
-    return config.model_type in MULTIMODAL
+    """Whether the model is multimodal, of a type whose language model can be opened alone, dense or compressed."""
+    return config.model_type.removeprefix(MODEL_TYPE_PREFIX) in MULTIMODAL
 
 
 def about_text_part(config: Any) -> list[str]:
     """Return what a user must be told of a model, by its outer config: nothing where it is no multimodal one."""
     if not has_text_part(config):
         return []
-    return [f"of the {config.model_type} model only the language model is taken, which reads text alone"]
+    return [
+        f"of the {config.model_type} model only the language model is taken, which reads text alone: modegpt rejoin "
+        "puts back what is made of it"
+    ]
 
 
 def names_in_files(name: str) -> list[str]:

@@ -1,6 +1,8 @@
 """Opens what a user calls MODEL: a hub name, a local folder, or a `.gguf` file; dense or compressed."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -130,22 +132,15 @@ def load_model(
         return model.to(device), []  # pyright: ignore[reportArgumentType]
     if packed is None and Path(name).is_dir():
         check_packing(find_tensors(Path(name)), None)
-    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
     if has_text_part(config):
         arguments |= {"config": said, "key_mapping": KEY_MAPPING}
-        transformers_logging.set_verbosity_error()  # it would list every weight of the towers
-    try:
-        with refused(f"model '{name}' cannot be loaded"):
-            # With the loading info it returns a pair, which transformers' types do not say.
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
-            )
-            model, loading = loaded
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+    # It would list every weight of the towers.
+    with quietly(and_silently=has_text_part(config)), refused(f"model '{name}' cannot be loaded"):
+        # With the loading info it returns a pair, which transformers' types do not say.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            location, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **arguments
+        )
+        model, loading = loaded
     if unlike := sorted(loading["mismatched_keys"]):
         key, stored, wanted = unlike[0][:3]
         raise InputError(
@@ -167,6 +162,21 @@ def load_model(
     if not tied_tensors(model):
         model.config.tie_word_embeddings = False  # its files say so
     return model.to(device).eval(), [] if "key_mapping" in arguments else sorted(loading["unexpected_keys"])
+
+
+@contextmanager
+def quietly(and_silently: bool) -> Iterator[None]:
+    """While the context is open, transformers shows no bars; and tells nothing but errors, if that is asked for."""
+    bars, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    if and_silently:
+        transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
 
 
 def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """Where the files of what a user calls MODEL are: at a hub name, in a local folder, or in a `.gguf` file."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,18 @@ def local_folder(name: str) -> Path | None:
         return path
     if is_gguf(path):
         return None
+    return _fetched(name, ("*.safetensors", "*.json", VOCABULARY))
+
+
+def files_beside(name: str, patterns: Sequence[str]) -> Path:
+    """Return the folder of what matches some patterns among the files of a local folder or of a hub name."""
+    return Path(name) if Path(name).is_dir() else _fetched(name, patterns)
+
+
+def _fetched(name: str, patterns: Sequence[str]) -> Path:
     try:
         # `consolidated*` of Mistral's repositories are the same weights once more.
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.safetensors", "*.json", VOCABULARY], ignore_patterns="consolidated*"
-            )
-        )
+        return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns="consolidated*"))
     except (OSError, ValueError, HfHubHTTPError) as problem:
         raise InputError(f"model '{name}' cannot be fetched: {first_line(problem)}") from problem
 

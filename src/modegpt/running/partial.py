@@ -24,6 +24,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from ..checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
 from ..disk import DISK, is_full
 from ..errors import InputError, WriteError
+from ..formats.checkpoint_files import MAX_FILE_BYTES
 from ..formats.safetensors_merge import Entry, merge, read_header
 from ..inspection import describe
 from ..loading.tokenizers import save_tokenizer
@@ -31,8 +32,6 @@ from .folder_lock import FolderLock
 from .surgery import BlockOutcome
 from .text import Text
 
-MAX_FILE_BYTES = 50 * 10**9
-"""Above this a checkpoint stays in one file a layer, as transformers would split it too."""
 IDENTITY = "fingerprint.json"
 OWN = ("model", "previous", "replaced", "rest.safetensors", "hidden", "layers", "scores.json", "coverage.json")
 """What a partial folder may hold beside its fingerprint, which goes last, so that what is left of it is known again."""

@@ -1,0 +1,212 @@
+"""Compressed language models back in their multimodal models: the same towers, the same logits, images seen."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedModel
+
+import modegpt
+from command_line import modegpt as run_command
+from conformance.helpers import run_python
+from modegpt.errors import InputError
+from modegpt.export.rejoin import rejoin
+from modegpt.export.stock import export_stock
+from modegpt.inspection import describe
+from modegpt.loading.models import open_model
+from multimodal import CASES, TOKENS, logits, multimodal
+
+SETTINGS = modegpt.CompressionConfig(sparsity=0.3, samples=8, seq_len=32)
+IMAGE = 7
+"""The token in whose place an image's hidden states stand."""
+LLAVA = next(case for case in CASES if case[0] == "Llava")
+
+
+def files(whole: PreTrainedModel, folder: Path) -> tuple[str, str, Any]:
+    """Write a model and its compressed language model, and return the folders and the latter."""
+    whole.save_pretrained(folder / "whole")
+    compressed = modegpt.compress(str(folder / "whole"), TOKENS, SETTINGS, out=folder / "small")
+    return str(folder / "small"), str(folder / "whole"), compressed
+
+
+def opened(folder: Path | str) -> Any:
+    """Open a multimodal model as anyone would; every weight must be found."""
+    model, loading = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading.values()), loading
+    return model.eval()
+
+
+@pytest.mark.parametrize(("outer", "text", "vision"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
+def test_it_is_the_compressed_language_model_among_the_same_towers(
+    outer: str, text: str, vision: str | None, tmp_path: Path
+):
+    whole = multimodal(outer, text, vision)
+    small, dense, compressed = files(whole, tmp_path)
+    told = rejoin(small, dense, tmp_path / "joined")
+    joined = opened(tmp_path / "joined")
+    assert type(joined).__name__ == told["class"] == f"Modegpt{outer}ForConditionalGeneration"
+    assert torch.equal(logits(joined), logits(compressed))
+    assert type(AutoModelForMultimodalLM.from_pretrained(tmp_path / "joined")) is type(joined)
+
+    inner = joined.config.modegpt["multimodal"]["language_model"]
+    own, text_part = whole.state_dict(), f"model.{inner}."
+    towers = {
+        name: tensor for name, tensor in joined.state_dict().items() if not name.startswith((text_part, "lm_head"))
+    }
+    assert towers
+    assert all(torch.equal(tensor, own[name]) for name, tensor in towers.items())
+    n_towers = sum(weight.numel() for name, weight in joined.named_parameters() if name in towers)
+    assert told["parameters"]["towers"] == n_towers
+    assert told["parameters"]["language_model"] == compressed.num_parameters()
+
+    found = describe(tmp_path / "joined")
+    alone = describe(small)
+    assert found["layers"] == alone["layers"]
+    assert found["parameters"]["compressed"] == alone["parameters"]["compressed"] + n_towers
+    assert torch.equal(logits(open_model(str(tmp_path / "joined"))), logits(compressed))
+
+    joined.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(opened(tmp_path / "again")), logits(compressed))
+
+
+def pixels(*shape: int) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def prompt(n_tokens: int) -> dict[str, torch.Tensor]:
+    """A text in which so many tokens stand for an image."""
+    words = torch.randint(20, 300, (1, 6), generator=torch.Generator().manual_seed(0))
+    ids = torch.cat((words[:, :3], torch.full((1, n_tokens), IMAGE), words[:, 3:]), dim=1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+SEEN: dict[str, tuple[dict[str, Any], Callable[[], dict[str, torch.Tensor]]]] = {
+    # Its image is seen in both directions, by a mask of its own.
+    "Gemma3": (
+        {"mm_tokens_per_image": 4},
+        lambda: {
+            **prompt(4),
+            "pixel_values": pixels(1, 3, 28, 28),
+            "token_type_ids": (prompt(4)["input_ids"] == IMAGE).long(),
+        },
+    ),
+    "Llava": ({}, lambda: {**prompt(4), "pixel_values": pixels(1, 3, 28, 28)}),
+    "InternVL": ({}, lambda: {**prompt(1), "pixel_values": pixels(1, 3, 28, 28)}),
+    "SmolVLM": ({}, lambda: {**prompt(1), "pixel_values": pixels(1, 1, 3, 28, 28)}),
+}
+"""What config and inputs need beside a tiny model's sizes."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] in SEEN], ids=lambda case: f"{case[0]}-{case[1]}")
+def test_it_sees_what_its_stock_form_sees(case: tuple[str, str, str | None], tmp_path: Path):
+    """The export has zeros where the compressed model has nothing, and runs by the multimodal model's own code."""
+    changes, inputs = SEEN[case[0]]
+    whole = multimodal(*case, image_token_id=IMAGE, **changes)
+    for name, weight in whole.named_parameters():
+        if name.endswith("mm_input_projection_weight"):  # zeros in a new Gemma 3: every image is the same
+            weight.normal_()
+    small, dense, _compressed = files(whole, tmp_path)
+    rejoin(small, dense, tmp_path / "joined")
+    export_stock(small, tmp_path / "stock")
+    told = rejoin(str(tmp_path / "stock"), dense, tmp_path / "stock-joined")
+    assert told["class"] == type(whole).__name__
+    joined, stock = opened(tmp_path / "joined"), opened(tmp_path / "stock-joined")
+    assert type(stock) is type(whole)
+    image = inputs()
+    expected = stock(**image).logits
+    # Zeros change the order of sums: rounding of one operation, grown a hundredfold (tests/conformance/test_export.py).
+    allowed = 100 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    assert float((joined(**image).logits - expected).abs().max()) <= allowed
+    other = joined(**{**image, "pixel_values": 1 - image["pixel_values"]}).logits
+    assert float((other - expected).abs().max()) > 1e3 * allowed
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(joined.generate(**image, **settings), stock.generate(**image, **settings))
+
+
+def test_transformers_alone_opens_it(tmp_path: Path):
+    small, dense, compressed = files(multimodal(*LLAVA), tmp_path)
+    rejoin(small, dense, tmp_path / "joined")
+    code = (
+        "import sys, torch; sys.modules['modegpt'] = None\n"
+        "from transformers import AutoModelForImageTextToText as Auto\n"
+        f"model = Auto.from_pretrained({str(tmp_path / 'joined')!r}, trust_remote_code=True).eval()\n"
+        "ids = torch.arange(8)[None]\n"
+        "print(type(model).__name__, model(input_ids=ids).logits.double().sum().item().hex())"
+    )
+    with torch.no_grad():
+        total = compressed(input_ids=torch.arange(8)[None]).logits.double().sum().item()
+    assert run_python("-c", code, cache=tmp_path).split() == ["ModegptLlavaForConditionalGeneration", total.hex()]
+
+
+def test_a_large_one_is_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small, dense, compressed = files(multimodal(*LLAVA), tmp_path)
+    monkeypatch.setattr("modegpt.export.rejoin.MAX_FILE_BYTES", 0)
+    rejoin(small, dense, tmp_path / "joined")
+    found = sorted(file.name for file in (tmp_path / "joined").glob("*.safetensors*"))
+    assert found == [*(f"model-0000{part}-of-00002.safetensors" for part in (1, 2)), "model.safetensors.index.json"]
+    assert torch.equal(logits(opened(tmp_path / "joined")), logits(compressed))
+
+
+def test_the_command_tells_what_it_wrote_and_copies_what_reads_images(tmp_path: Path):
+    small, dense, _compressed = files(multimodal(*LLAVA), tmp_path)
+    beside = {"preprocessor_config.json": "{}", "chat_template.jinja": "{{ messages }}", "notes.txt": "no"}
+    for name, text in beside.items():
+        (tmp_path / "whole" / name).write_text(text)
+    call = ("rejoin", small, "--with", dense, "--out", str(tmp_path / "joined"))
+    result = run_command(*call, "--json", str(tmp_path / "told.json"))
+    assert result.exit_code == 0, result.output
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["class"] == "ModegptLlavaForConditionalGeneration"
+    assert f"{told['parameters']['towers']:,} of what stands beside it" in " ".join(result.output.split())
+    copied = {file.name for file in (tmp_path / "joined").iterdir()}
+    assert {"preprocessor_config.json", "chat_template.jinja", "report.json"} <= copied
+    assert "notes.txt" not in copied
+    assert run_command(*call).exit_code == 2  # the folder exists
+    info = run_command("info", str(tmp_path / "joined"), "--json", "-")
+    assert json.loads(info.stdout)["model_type"] == "modegpt_llava"
+
+
+@pytest.mark.parametrize(
+    ("model", "whole", "reason"),
+    [
+        ("small", "text", "is of type 'llama', not a dense multimodal one"),
+        ("small", "joined", "is of type 'modegpt_llava', not a dense multimodal one"),
+        ("whole", "whole", "is multimodal: give the language model"),
+        ("joined", "whole", "is multimodal: give the language model"),
+        ("small", "other", "the embeddings of model '.*small' are not those of the language model in '.*other'"),
+        ("small", "wider", "has hidden_size 32, and the language model in '.*wider' 48"),
+        ("small", "mistral", "is of type 'llama', and the language model in '.*mistral' of type 'mistral'"),
+        ("small", "quantized", "'.*quantized' is quantized"),
+        ("small", "cut", "lack 'model.multi_modal_projector.linear_1.weight'"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(model: str, whole: str, reason: str, tmp_path: Path):
+    dense = multimodal(*LLAVA)
+    small, folder, _compressed = files(dense, tmp_path)
+    made: dict[str, Callable[[Path], object]] = {
+        "text": lambda path: open_model(folder).save_pretrained(path),
+        "joined": lambda path: rejoin(small, folder, path),
+        "other": lambda path: multimodal(*LLAVA, seed=1).save_pretrained(path),
+        "wider": lambda path: multimodal(*LLAVA, sizes={"hidden_size": 48}).save_pretrained(path),
+        "mistral": lambda path: multimodal("Llava", "MistralConfig", LLAVA[2]).save_pretrained(path),
+        "quantized": lambda path: multimodal(*LLAVA).save_pretrained(path),
+        "cut": lambda path: dense.save_pretrained(path),
+    }
+    for name in {model, whole}.intersection(made):
+        made[name](tmp_path / name)
+    if whole == "quantized":
+        config = json.loads((tmp_path / whole / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+        (tmp_path / whole / "config.json").write_text(json.dumps(config))
+    if whole == "cut":
+        tensors = load_file(tmp_path / whole / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if "linear_1.weight" not in name}
+        save_file(kept, tmp_path / whole / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=reason):
+        rejoin(str(tmp_path / model), str(tmp_path / whole), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
