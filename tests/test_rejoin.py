@@ -153,7 +153,7 @@ def test_a_large_one_is_in_several_files(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_command_tells_what_it_wrote_and_copies_what_reads_images(tmp_path: Path):
-    small, dense, _compressed = files(multimodal(*LLAVA), tmp_path)
+    small, dense, compressed = files(multimodal(*LLAVA), tmp_path)
     beside = {"preprocessor_config.json": "{}", "chat_template.jinja": "{{ messages }}", "notes.txt": "no"}
     for name, text in beside.items():
         (tmp_path / "whole" / name).write_text(text)
@@ -167,6 +167,8 @@ def test_the_command_tells_what_it_wrote_and_copies_what_reads_images(tmp_path: 
     assert {"preprocessor_config.json", "chat_template.jinja", "report.json"} <= copied
     assert "notes.txt" not in copied
     assert run_command(*call).exit_code == 2  # the folder exists
+    (reminded,) = [line for line in compressed.modegpt_report["warnings"] if "only the language model is taken" in line]
+    assert reminded.endswith("modegpt rejoin puts back what is made of it")
     info = run_command("info", str(tmp_path / "joined"), "--json", "-")
     assert json.loads(info.stdout)["model_type"] == "modegpt_llava"
 

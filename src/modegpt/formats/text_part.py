@@ -106,10 +106,7 @@ def about_text_part(config: Any) -> list[str]:
     """Return what a user must be told of a model, by its outer config: nothing where it is no multimodal one."""
     if not has_text_part(config):
         return []
-    return [
-        f"of the {config.model_type} model only the language model is taken, which reads text alone: modegpt rejoin "
-        "puts back what is made of it"
-    ]
+    return [f"of the {config.model_type} model only the language model is taken, which reads text alone"]
 
 
 def names_in_files(name: str) -> list[str]:

@@ -135,7 +135,8 @@ def open_source(model: PreTrainedModel | str, device: torch.device) -> Source:
             generation_config, identity = loaded.generation_config, _checksum(loaded)
             notes = [f"the model was loaded whole, not streamed: {opened}"]
         run_in_turn(blocks.model)
-        notes += about_text_part(whole) or about_unused(unused)
+        taken = [f"{said}: modegpt rejoin puts back what is made of it" for said in about_text_part(whole)]
+        notes += taken or about_unused(unused)
     dims = architecture.dimensions(config)
     return Source(name, config, architecture, dims, blocks, stored, generation_config, identity, notes)
 
