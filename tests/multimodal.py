@@ -31,6 +31,9 @@ MORE: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
         "layer_types": ["full_attention", "full_attention"],
     },
+    "Qwen2VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    "Qwen2_5_VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    "Qwen3VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "Qwen3_5": LINEAR,
     "Qwen3_5Moe": {
         **LINEAR,
@@ -49,6 +52,15 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
+TOWERS: dict[str, dict[str, Any]] = {
+    "Qwen2VL": {**QWEN, "embed_dim": 16, "hidden_size": 32},
+    "Qwen2_5_VL": {**QWEN, "fullatt_block_indexes": [0]},
+    "Qwen3VL": {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    "Qwen3_5": {**QWEN, "num_position_embeddings": 16},
+    "Qwen3_5Moe": {**QWEN, "num_position_embeddings": 16},
+}
+"""What the towers of some have otherwise."""
 CASES = [
     ("Gemma3", "Gemma3TextConfig", None),
     ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
@@ -62,6 +74,9 @@ CASES = [
     ("Idefics3", "LlamaConfig", None),
     ("Gemma4", "Gemma4TextConfig", None),
     ("Gemma4Unified", "Gemma4UnifiedTextConfig", None),
+    ("Qwen2VL", "Qwen2VLTextConfig", None),
+    ("Qwen2_5_VL", "Qwen2_5_VLTextConfig", None),
+    ("Qwen3VL", "Qwen3VLTextConfig", None),
     ("Qwen3_5", "Qwen3_5TextConfig", None),
     ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", None),
 ]
@@ -73,7 +88,9 @@ def multimodal(
     outer: str, text: str, vision: str | None, seed: int = 0, sizes: dict[str, Any] | None = None, **changes: Any
 ) -> Any:
     """Return a random model; `sizes` are those of its language model that differ, `changes` are the outer config's."""
-    tower = VISION if vision is None else getattr(transformers, vision)(**VISION)
+    tower: Any = VISION if vision is None else getattr(transformers, vision)(**VISION)
+    if outer in TOWERS:
+        tower = {**VISION, **TOWERS[outer]}
     config = getattr(transformers, outer + "Config")(
         text_config=getattr(transformers, text)(**{**SIZES, **MORE.get(outer, {}), **(sizes or {})}),
         vision_config=tower,

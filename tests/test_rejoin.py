@@ -97,6 +97,19 @@ SEEN: dict[str, tuple[dict[str, Any], Callable[[], dict[str, torch.Tensor]]]] = 
     "Llava": ({}, lambda: {**prompt(4), "pixel_values": pixels(1, 3, 28, 28)}),
     "InternVL": ({}, lambda: {**prompt(1), "pixel_values": pixels(1, 3, 28, 28)}),
     "SmolVLM": ({}, lambda: {**prompt(1), "pixel_values": pixels(1, 1, 3, 28, 28)}),
+    # Positions in three axes, of the image's grid; Qwen 3 VL adds what its tower finds to later layers, too.
+    **{
+        name: (
+            {},
+            lambda: {
+                **prompt(4),
+                "pixel_values": pixels(16, 3 * 2 * 14 * 14),
+                "image_grid_thw": torch.tensor([[1, 4, 4]]),
+                "mm_token_type_ids": (prompt(4)["input_ids"] == IMAGE).int(),
+            },
+        )
+        for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
+    },
 }
 """What config and inputs need beside a tiny model's sizes."""
 

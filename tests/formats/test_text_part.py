@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import modegpt
 from command_line import modegpt as run_command
-from modegpt.architectures import architecture_of
+from modegpt.architectures import ARCHITECTURES, architecture_of
 from modegpt.errors import InputError
-from modegpt.formats.text_part import LANGUAGE_MODELS, MULTIMODAL
+from modegpt.formats.text_part import KNOWN_AS, LANGUAGE_MODELS, MULTIMODAL
 from modegpt.loading.models import open_config, open_model
 from modegpt.measuring.costs import file_bytes
 from multimodal import CASES, MORE, SIZES, TOKENS, VISION, logits, multimodal
@@ -36,7 +36,8 @@ def test_the_language_model_gives_the_same_logits_and_is_compressed(
     whole = multimodal(outer, text, vision)
     whole.save_pretrained(tmp_path / "whole")
     opened = open_model(str(tmp_path / "whole"))
-    assert type(opened).__name__ == text.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
+    kind = getattr(transformers, text).model_type
+    assert type(opened).__name__ == ARCHITECTURES[KNOWN_AS.get(kind, kind)].causal_class
     assert torch.equal(logits(opened), logits(whole))
 
     streamed: Any = modegpt.compress(str(tmp_path / "whole"), TOKENS, SETTINGS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from ..architectures import ARCHITECTURES
+from ..architectures import ARCHITECTURES, architecture_of
 from ..blocks import required_tensors
 from ..checkpoint import MODELING_FILE, REPORT_NAME, assemble, check_output, modeling_source, write_json
 from ..disk import DISK
@@ -152,7 +152,7 @@ class _Towers:
             self.model, found = model_class.from_pretrained(
                 whole, config=_shallow(outer), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
-        kind, base = text_part(outer).model_type, self.model.base_model
+        kind, base = outer.text_config.model_type, self.model.base_model
         parts = ((path, part) for path, part in base.named_modules() if isinstance(part, PreTrainedModel))
         self.inner = next(path for path, part in parts if part.config.model_type == kind)
         """Where the language model is, from the base model."""
@@ -201,7 +201,10 @@ def _joined_config(outer: PreTrainedConfig, config: PreTrainedConfig, towers: _T
     fields = {name: value for name, value in outer.to_dict().items() if name not in OWN}
     compressed = getattr(config, "modegpt", None)
     kind: Any = compressed_class(stock.__name__) if compressed else stock
-    text = outer.text_config if compressed else config
+    text = copy.deepcopy(outer.text_config)
+    if not compressed:
+        architecture = architecture_of(config)
+        architecture.set_mlp_width(text, architecture.mlp_width(config))
     joined = kind.from_dict({**fields, "text_config": text.to_dict()})
     joined.tie_word_embeddings = config.tie_word_embeddings
     joined.dtype = joined.text_config.dtype = dtype

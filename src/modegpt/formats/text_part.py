@@ -5,6 +5,8 @@ import itertools
 import re
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from ..errors import InputError
 from ..modeling_modegpt import MODEL_TYPE_PREFIX, auto_map, compressed_class
 
@@ -19,6 +21,9 @@ MULTIMODAL = (
     "internvl",
     "smolvlm",
     "idefics3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
     "qwen3_5",
     "qwen3_5_moe",
 )
@@ -30,13 +35,22 @@ LANGUAGE_MODELS = (
     "ministral3",
     "mistral",
     "qwen2",
+    "qwen2_5_vl_text",
+    "qwen2_vl_text",
     "qwen3",
     "qwen3_5_moe_text",
     "qwen3_5_text",
+    "qwen3_vl_text",
 )
 """Model types that are opened, and of the language models in them: on text alone a model of the one type gives the very
 logits of the other's causal language model. It would not with Cohere's or Granite's in it, whose scale of the logits
 multimodal models leave out."""
+
+KNOWN_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+"""Language models with no causal one of their own type, and the type that they are on text alone. There a token has one
+position in all three axes of an image, so which pair of a head turns by which of them makes no difference."""
+AXES = ("mrope_section", "mrope_interleaved")
+"""What their `rope_parameters` say of that."""
 
 _PREFIXES = [
     "".join(parts) for parts in itertools.product(("model.", ""), ("language_model.", "text_model."), ("model.", ""))
@@ -46,6 +60,8 @@ KEY_MAPPING = {
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
 }
 """Patterns of names in the files, and what stands for them in a language model: for transformers' `from_pretrained`."""
+_UNCHANGED = r"^(?:lm_head|model\.(?:layers|embed_tokens|norm))\."
+"""Names that stay: the head's, and in Qwen 2 VL and 2.5 VL, in whose files the tower alone has a prefix, all."""
 
 
 def text_part(config: Any) -> Any:
@@ -64,7 +80,7 @@ def text_part(config: Any) -> Any:
             f"the {config.model_type} model holds a language model of type '{config.text_config.model_type}'; of "
             f"multimodal models those of {', '.join(LANGUAGE_MODELS)} can be taken"
         )
-    text = copy.deepcopy(config.text_config)
+    text = _as_known(copy.deepcopy(config.text_config))
     if description := getattr(config, "modegpt", None):
         text = compressed_text(text, description)
     text.tie_word_embeddings = bool(config.tie_word_embeddings)
@@ -73,6 +89,15 @@ def text_part(config: Any) -> Any:
             setattr(text, name, said)
     text._name_or_path = config._name_or_path
     return text
+
+
+def _as_known(text: Any) -> Any:
+    """Return the config of a language model as that of a causal one: the same, or what it is on text alone."""
+    if text.model_type not in KNOWN_AS:
+        return text
+    fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
+    rope = {name: value for name, value in (text.rope_parameters or {}).items() if name not in AXES}
+    return CONFIG_MAPPING[KNOWN_AS[text.model_type]].from_dict({**fields, "rope_parameters": rope})
 
 
 def compressed_text(dense: Any, description: dict[str, Any]) -> Any:
@@ -118,4 +143,4 @@ def names_in_files(name: str) -> list[str]:
 
 def is_text(name: str) -> bool:
     """Whether a tensor of a multimodal checkpoint is one of its language model, by its name in the files."""
-    return name.startswith("lm_head.") or any(re.match(pattern, name) for pattern in KEY_MAPPING)
+    return any(re.match(pattern, name) for pattern in (*KEY_MAPPING, _UNCHANGED))
