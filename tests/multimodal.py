@@ -35,6 +35,10 @@ MORE: dict[str, dict[str, Any]] = {
     "Qwen2_5_VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
     "Qwen3VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "Qwen3_5": LINEAR,
+    "MiniCPMV4_6": LINEAR,
+    "MiniCPMV4_7": LINEAR,
+    "Lfm2Vl": {"layer_types": ["conv", "full_attention"]},
+    "Lfm3Vl": {"layer_types": ["conv", "full_attention"], "pad_token_id": 0},
     "Qwen3_5Moe": {
         **LINEAR,
         "num_experts": 3,
@@ -51,32 +55,51 @@ VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+    # As others call these.
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
 }
-QWEN = {"depth": 1, "num_heads": 2, "out_hidden_size": 32}
 TOWERS: dict[str, dict[str, Any]] = {
-    "Qwen2VL": {**QWEN, "embed_dim": 16, "hidden_size": 32},
-    "Qwen2_5_VL": {**QWEN, "fullatt_block_indexes": [0]},
-    "Qwen3VL": {**QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-    "Qwen3_5": {**QWEN, "num_position_embeddings": 16},
-    "Qwen3_5Moe": {**QWEN, "num_position_embeddings": 16},
+    "Qwen2VL": {"embed_dim": 16, "hidden_size": 32},
+    "Qwen2_5_VL": {"fullatt_block_indexes": [0]},
+    "Qwen3VL": {"deepstack_visual_indexes": [0]},
 }
 """What the towers of some have otherwise."""
+HEARING: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+}
 CASES = [
     ("Gemma3", "Gemma3TextConfig", None),
     ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
     ("Mistral3", "Ministral3Config", "PixtralVisionConfig"),
     ("Llava", "LlamaConfig", "CLIPVisionConfig"),
     ("LlavaNext", "MistralConfig", "CLIPVisionConfig"),
+    ("LlavaNextVideo", "LlamaConfig", "CLIPVisionConfig"),
     ("LlavaOnevision", "Qwen2Config", "SiglipVisionConfig"),
+    ("VideoLlama3", "Qwen2Config", None),
+    ("Ovis2", "Qwen2Config", None),
     ("InternVL", "Qwen2Config", None),
     ("InternVL", "Qwen3Config", None),
     ("SmolVLM", "LlamaConfig", None),
+    ("Idefics2", "MistralConfig", None),
     ("Idefics3", "LlamaConfig", None),
     ("Gemma4", "Gemma4TextConfig", None),
     ("Gemma4Unified", "Gemma4UnifiedTextConfig", None),
     ("Qwen2VL", "Qwen2VLTextConfig", None),
     ("Qwen2_5_VL", "Qwen2_5_VLTextConfig", None),
     ("Qwen3VL", "Qwen3VLTextConfig", None),
+    ("MiniCPMV4_6", "Qwen3_5TextConfig", None),
+    ("MiniCPMV4_7", "Qwen3_5TextConfig", None),
+    ("Lfm2Vl", "Lfm2Config", None),
+    ("Lfm3Vl", "Lfm3Config", None),
+    ("Exaone4_5_", "Exaone4Config", None),
+    ("Voxtral", "LlamaConfig", None),
     ("Qwen3_5", "Qwen3_5TextConfig", None),
     ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", None),
 ]
@@ -91,9 +114,10 @@ def multimodal(
     tower: Any = VISION if vision is None else getattr(transformers, vision)(**VISION)
     if outer in TOWERS:
         tower = {**VISION, **TOWERS[outer]}
+    towers = {"audio_config": HEARING} if outer == "Voxtral" else {"vision_config": tower}
     config = getattr(transformers, outer + "Config")(
         text_config=getattr(transformers, text)(**{**SIZES, **MORE.get(outer, {}), **(sizes or {})}),
-        vision_config=tower,
+        **towers,
         **changes,
     )
     torch.manual_seed(seed)

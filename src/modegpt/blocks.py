@@ -233,7 +233,8 @@ def tied_tensors(model: PreTrainedModel) -> set[str]:
 
     Where the files hold two different weights, transformers does not tie them, whatever the config says.
     """
-    tied = model.all_tied_weights_keys.items() if model.config.tie_word_embeddings else ()
+    said = getattr(model.config, "tie_word_embeddings", False)  # of some multimodal models nothing is
+    tied = model.all_tied_weights_keys.items() if said else ()
     find = model.get_parameter_or_buffer
     return {name for name, other in tied if find(name) is find(other)}
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from ..architectures import ARCHITECTURES, architecture_of
 from ..blocks import required_tensors
@@ -147,7 +147,7 @@ class _Towers:
             InputError: a weight is missing, or of another shape than the config says.
         """
         self.name = whole
-        model_class = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[outer.model_type])
+        model_class = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[outer.model_type])
         with quietly(and_silently=True), refused(f"model '{whole}' cannot be loaded"):
             self.model, found = model_class.from_pretrained(
                 whole, config=_shallow(outer), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True

@@ -15,22 +15,35 @@ MULTIMODAL = (
     "gemma4",
     "gemma4_unified",
     "mistral3",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "internvl",
-    "smolvlm",
-    "idefics3",
+    "voxtral",
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_5",
     "qwen3_5_moe",
+    "minicpmv4_6",
+    "minicpmv4_7",
+    "lfm2_vl",
+    "lfm3_vl",
+    "exaone4_5",
+    "internvl",
+    "ovis2",
+    "smolvlm",
+    "idefics2",
+    "idefics3",
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "video_llama_3",
 )
 LANGUAGE_MODELS = (
+    "exaone4",
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",
+    "lfm2",
+    "lfm3",
     "llama",
     "ministral3",
     "mistral",
@@ -83,7 +96,7 @@ def text_part(config: Any) -> Any:
     text = _as_known(copy.deepcopy(config.text_config))
     if description := getattr(config, "modegpt", None):
         text = compressed_text(text, description)
-    text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", text.tie_word_embeddings))
     for name in ("dtype", "quantization_config", "bos_token_id", "eos_token_id"):
         if (said := getattr(config, name, None)) is not None:
             setattr(text, name, said)

@@ -38,12 +38,13 @@ def stored_name(name: str, stored: Any, model: PreTrainedModel) -> str | None:
     """
     if name in stored:
         return name
-    candidates, other = [name.removeprefix(model.base_model_prefix + "."), *names_in_files(name)], name
+    candidates, names, other = [name.removeprefix(model.base_model_prefix + ".")], [name], name
     for module, file in architecture_of(model.config).file_names:
         if module in name:
-            candidates.append(name.replace(module, file, 1))
+            names.append(name.replace(module, file, 1))
         other = other.replace(module, file, 1)
-    candidates.append(other)
+    names.append(other)
+    candidates += [*names, *(candidate for each in names for candidate in names_in_files(each))]
     return next((candidate for candidate in candidates if candidate in stored), None)
 
 
