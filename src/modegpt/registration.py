@@ -21,12 +21,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
 from .architectures import ARCHITECTURES, Architecture
-from .formats.text_part import MULTIMODAL
+from .formats.text_part import MULTIMODAL, multimodal_class
 from .modeling_modegpt import compressed_class
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -63,7 +62,7 @@ def _register_models(architecture: Architecture, config_class: type) -> None:
 
 def _register_multimodal(model_type: str, config_class: type) -> None:
     AutoModel.register(config_class, compressed_class(MODEL_MAPPING_NAMES[model_type]), exist_ok=True)
-    generates = compressed_class(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type])
+    generates = compressed_class(multimodal_class(model_type))
     AutoModelForMultimodalLM.register(config_class, generates, exist_ok=True)
     if model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:  # not one that hears alone
         AutoModelForImageTextToText.register(config_class, generates, exist_ok=True)

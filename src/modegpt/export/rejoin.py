@@ -16,7 +16,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from ..architectures import ARCHITECTURES, architecture_of
 from ..blocks import required_tensors
@@ -26,7 +25,7 @@ from ..errors import InputError, refused
 from ..formats.checkpoint_files import INDEX, MAX_FILE_BYTES, SINGLE, find_tensors
 from ..formats.packed import quantization
 from ..formats.safetensors_merge import Entry, main_dtype, merge, read_header
-from ..formats.text_part import MULTIMODAL, has_text_part, text_part
+from ..formats.text_part import MULTIMODAL, has_text_part, multimodal_class, text_part
 from ..loading.models import outer_config, quietly
 from ..loading.places import files_beside, local_folder
 from ..modeling_modegpt import MODEL_TYPE_PREFIX, PREFIX, auto_map, compressed_class
@@ -147,7 +146,7 @@ class _Towers:
             InputError: a weight is missing, or of another shape than the config says.
         """
         self.name = whole
-        model_class = getattr(transformers, MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[outer.model_type])
+        model_class = getattr(transformers, multimodal_class(outer.model_type))
         with quietly(and_silently=True), refused(f"model '{whole}' cannot be loaded"):
             self.model, found = model_class.from_pretrained(
                 whole, config=_shallow(outer), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from ..errors import InputError
 from ..modeling_modegpt import MODEL_TYPE_PREFIX, auto_map, compressed_class
@@ -138,6 +139,12 @@ def compressed_text(dense: Any, description: dict[str, Any]) -> Any:
 def has_text_part(config: Any) -> bool:
     """Whether the model is multimodal, of a type whose language model can be opened alone, dense or compressed."""
     return config.model_type.removeprefix(MODEL_TYPE_PREFIX) in MULTIMODAL
+
+
+def multimodal_class(model_type: str) -> str:
+    """Return the name of transformers' class, with a head, of a multimodal type."""
+    names: Any = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return names[model_type]
 
 
 def about_text_part(config: Any) -> list[str]:
