@@ -32,7 +32,8 @@ MORE: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "full_attention"],
     },
     "Qwen2VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
-    "Qwen2_5_VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    # As files on the hub say it.
+    "Qwen2_5_VL": {"rope_parameters": {"type": "mrope", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
     "Qwen3VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
     "Qwen3_5": LINEAR,
     "MiniCPMV4_6": LINEAR,

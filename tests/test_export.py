@@ -179,8 +179,8 @@ def test_a_disk_that_refuses_leaves_what_was_there(
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("exporting", "is of another export, or of one that was killed: wait for it, or remove it"),
-        ("replaced", "is what 'stock' was before an export that was interrupted; rename or remove it"),
+        ("exporting", "is of another call, or of one that was killed: wait for it, or remove it"),
+        ("replaced", "is what 'stock' was before a call that was interrupted; rename or remove it"),
     ],
 )
 def test_what_a_killed_export_left_is_named_and_kept(narrow: Path, tmp_path: Path, end: str, said: str):
@@ -307,7 +307,7 @@ def test_a_disk_that_is_full_while_the_tokenizer_is_written_is_one_line(narrow: 
     )
     result = subprocess.run([sys.executable, "-c", code, model, tmp_path / "out"], capture_output=True, text=True)
     assert result.returncode == 1
-    assert "File too large; make room, and export again" in result.stderr
+    assert "File too large; make room, and try again" in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

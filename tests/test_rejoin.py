@@ -1,6 +1,7 @@
 """Compressed language models back in their multimodal models: the same towers, the same logits, images seen."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, PreTrainedModel
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 import modegpt
 from command_line import modegpt as run_command
@@ -72,6 +78,19 @@ def test_it_is_the_compressed_language_model_among_the_same_towers(
 
     joined.save_pretrained(tmp_path / "again")
     assert torch.equal(logits(opened(tmp_path / "again")), logits(compressed))
+
+    export_stock(small, tmp_path / "stock")
+    if outer == "Idefics2":
+        with pytest.raises(
+            InputError, match=r"MLPs of its width: 'model\.connector.*shape; give what modegpt compress"
+        ):
+            rejoin(str(tmp_path / "stock"), dense, tmp_path / "stock-joined")
+        return
+    assert rejoin(str(tmp_path / "stock"), dense, tmp_path / "stock-joined")["class"] == type(whole).__name__
+    expected = logits(compressed)
+    # As where the export is measured (test_export.py in tests/conformance): zeros change the order of sums.
+    allowed = 100 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    assert float((logits(opened(tmp_path / "stock-joined")) - expected).abs().max()) <= allowed
 
 
 def pixels(*shape: int) -> torch.Tensor:
@@ -187,6 +206,83 @@ def test_the_command_tells_what_it_wrote_and_copies_what_reads_images(tmp_path: 
     assert json.loads(info.stdout)["model_type"] == "modegpt_llava"
 
 
+def edited(source: str, target: Path, **changes: Any) -> None:
+    """Write a model again, with another config."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def without_weight(source: str, target: Path, end: str = "layers.1.mlp.up_proj.weight") -> None:
+    """Write a model again, without a weight of it."""
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(end)}
+    assert len(kept) == len(tensors) - 1
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def headed(folder: str) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+
+
+def test_one_that_was_trained_since_gets_back_with_a_warning(tmp_path: Path):
+    small, dense, _compressed = files(multimodal(*LLAVA), tmp_path)
+    model = open_model(small)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.01 * torch.randn_like(weight))
+    model.save_pretrained(tmp_path / "trained")
+    (warning,) = rejoin(str(tmp_path / "trained"), dense, tmp_path / "joined")["warnings"]
+    assert "unless they were trained since, it is another model" in warning
+    assert torch.equal(logits(opened(tmp_path / "joined")), logits(model))
+
+
+def test_a_language_model_in_8_bits_gets_back_unpacked(tmp_path: Path):
+    """Ministral 3's files: the language model's weights are packed, its towers' are not."""
+    case = next(case for case in CASES if case[1] == "Ministral3Config")
+    whole = multimodal(*case)
+    whole.save_pretrained(tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "whole")
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if "language_model" in name and name.endswith("proj.weight"):
+            scale = tensor.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+            tensors[name], tensors[name + "_scale_inv"] = (tensor / scale).to(torch.float8_e4m3fn), scale
+    save_file(tensors, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    about = {"quant_method": "fp8", "activation_scheme": "static"}
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    (tmp_path / "whole" / "config.json").write_text(json.dumps({**config, "quantization_config": about}))
+    compressed = modegpt.compress(str(tmp_path / "whole"), TOKENS, SETTINGS, out=tmp_path / "small")
+    told = rejoin(str(tmp_path / "small"), str(tmp_path / "whole"), tmp_path / "joined")
+    assert told["warnings"] == []
+    joined = opened(tmp_path / "joined")
+    assert torch.equal(logits(joined), logits(compressed))
+    assert not hasattr(joined.config, "quantization_config")
+
+    tower = next(name for name in tensors if "projector" in name and name.endswith("weight"))
+    tensors[tower] = tensors[tower].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "whole" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="in 8 bits, too"):
+        rejoin(str(tmp_path / "small"), str(tmp_path / "whole"), tmp_path / "again")
+
+
+def test_both_may_be_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A cache that is laid out as the hub's client lays it out; nothing is asked of the network."""
+    small, dense, compressed = files(multimodal(*LLAVA), tmp_path)
+    (tmp_path / "whole" / "chat_template.jinja").write_text("{{ messages }}")
+    for name, folder in {"small": small, "whole": dense}.items():
+        place = tmp_path / "hub" / f"models--some--{name}"
+        shutil.copytree(folder, place / "snapshots" / ("0" * 40))
+        (place / "refs").mkdir()
+        (place / "refs" / "main").write_text("0" * 40)
+    code = "import sys, modegpt; modegpt.rejoin('some/small', 'some/whole', sys.argv[1])"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    run_python("-c", code, tmp_path / "joined", cache=tmp_path)
+    assert torch.equal(logits(opened(tmp_path / "joined")), logits(compressed))
+    assert (tmp_path / "joined" / "chat_template.jinja").is_file()
+
+
 @pytest.mark.parametrize(
     ("model", "whole", "reason"),
     [
@@ -194,10 +290,14 @@ def test_the_command_tells_what_it_wrote_and_copies_what_reads_images(tmp_path: 
         ("small", "joined", "is of type 'modegpt_llava', not a dense multimodal one"),
         ("whole", "whole", "is multimodal: give the language model"),
         ("joined", "whole", "is multimodal: give the language model"),
-        ("small", "other", "the embeddings of model '.*small' are not those of the language model in '.*other'"),
         ("small", "wider", "has hidden_size 32, and the language model in '.*wider' 48"),
         ("small", "mistral", "is of type 'llama', and the language model in '.*mistral' of type 'mistral'"),
         ("small", "quantized", "'.*quantized' is quantized"),
+        ("headed", "whole", "was saved as a ModegptLlamaForSequenceClassification, and a ModegptLlamaForCausalLM"),
+        ("short", "whole", "model '.*short' is broken: the files in .* lack the weight '.*up_proj.weight'"),
+        ("short-stock", "whole", "with MLPs of its width: '.*up_proj.weight' is missing"),
+        ("undescribed", "whole", "the key 'modegpt' in the config of '.*undescribed' is broken"),
+        ("adapted", "whole", "model '.*adapted' has an adapter beside its weights"),
         ("small", "cut", "lack 'model.multi_modal_projector.linear_1.weight'"),
     ],
 )
@@ -207,22 +307,20 @@ def test_what_does_not_belong_together_is_refused(model: str, whole: str, reason
     made: dict[str, Callable[[Path], object]] = {
         "text": lambda path: open_model(folder).save_pretrained(path),
         "joined": lambda path: rejoin(small, folder, path),
-        "other": lambda path: multimodal(*LLAVA, seed=1).save_pretrained(path),
+        "headed": lambda path: headed(small).save_pretrained(path),
+        "short": lambda path: without_weight(small, path),
+        "short-stock": lambda path: (export_stock(small, f"{path}-whole"), without_weight(f"{path}-whole", path)),
+        "undescribed": lambda path: edited(small, path, modegpt={"version": 1, "layers": [{}]}),
+        "adapted": lambda path: (shutil.copytree(small, path), (path / "adapter_config.json").write_text("{}")),
         "wider": lambda path: multimodal(*LLAVA, sizes={"hidden_size": 48}).save_pretrained(path),
         "mistral": lambda path: multimodal("Llava", "MistralConfig", LLAVA[2]).save_pretrained(path),
-        "quantized": lambda path: multimodal(*LLAVA).save_pretrained(path),
-        "cut": lambda path: dense.save_pretrained(path),
+        "quantized": lambda path: edited(
+            folder, path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}
+        ),
+        "cut": lambda path: without_weight(folder, path, "linear_1.weight"),
     }
     for name in {model, whole}.intersection(made):
         made[name](tmp_path / name)
-    if whole == "quantized":
-        config = json.loads((tmp_path / whole / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-        (tmp_path / whole / "config.json").write_text(json.dumps(config))
-    if whole == "cut":
-        tensors = load_file(tmp_path / whole / "model.safetensors")
-        kept = {name: tensor for name, tensor in tensors.items() if "linear_1.weight" not in name}
-        save_file(kept, tmp_path / whole / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=reason):
         rejoin(str(tmp_path / model), str(tmp_path / whole), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -281,6 +281,7 @@ def test_what_blocks_read_beside_the_hidden_states_shares_it_too():
     run = prepare(gemma4(), windows(), config, None, None)
     own, handed = 4 * 8, 2 * 2 * 16 + 2 * 2 * 24
     assert run.source.states_held(3) == 3 * (32 + handed) / 32 + own / 32
+    assert run.source.states_held(2, 2) == 2 * (32 + handed + own) / 32  # of two texts
     calibration = run.embedding.shared(windows(), 3)
     for index in range(4):
         advance(run.source.blocks.peek(index, torch.device("cpu")), index, calibration, torch.device("cpu"))

@@ -39,6 +39,8 @@ def test_the_language_model_gives_the_same_logits_and_is_compressed(
     kind = getattr(transformers, text).model_type
     assert type(opened).__name__ == ARCHITECTURES[KNOWN_AS.get(kind, kind)].causal_class
     assert torch.equal(logits(opened), logits(whole))
+    if kind in KNOWN_AS:
+        assert opened.config.rope_parameters == {"rope_type": "default", "rope_theta": 1e4}
 
     streamed: Any = modegpt.compress(str(tmp_path / "whole"), TOKENS, SETTINGS)
     told = [line for line in streamed.modegpt_report["warnings"] if "only the language model is taken" in line]

@@ -27,4 +27,6 @@ def rejoin(
         f"{result['class']} in {result['dtype']}: {counts['language_model']:,} parameters of the language model and "
         f"{counts['towers']:,} of what stands beside it, untouched"
     )
+    for warning in result["warnings"]:
+        say(f"warning: {warning}", markup=False, soft_wrap=True)
     say(f"written to {out}", markup=False, soft_wrap=True)

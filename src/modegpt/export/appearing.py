@@ -23,13 +23,13 @@ def appearing(out: Path, overwrite: bool) -> Iterator[Path]:
     new, old = (out.with_name(f"{out.name}.{end}") for end in ("exporting", "replaced"))
     if old.exists():
         whole = f"'{out}' itself is whole: remove it" if out.exists() else "rename or remove it"
-        raise InputError(f"'{old}' is what '{out.name}' was before an export that was interrupted; {whole}")
+        raise InputError(f"'{old}' is what '{out.name}' was before a call that was interrupted; {whole}")
     parents = [parent for parent in out.parents if not parent.exists()]
     with writing(out):
         try:
             new.mkdir(parents=True)
         except FileExistsError as problem:
-            said = "is of another export, or of one that was killed: wait for it, or remove it"
+            said = "is of another call, or of one that was killed: wait for it, or remove it"
             raise InputError(f"'{new}' {said}") from problem
     try:
         yield new
@@ -51,7 +51,7 @@ def writing(out: str | Path) -> Iterator[None]:
     try:
         yield
     except DISK as problem:
-        advice = "make room, and export again" if is_full(problem) else "choose another output"
+        advice = "make room, and try again" if is_full(problem) else "choose another output"
         raise WriteError(f"'{out}' could not be written: {problem}; {advice}") from problem
 
 

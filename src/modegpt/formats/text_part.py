@@ -63,8 +63,8 @@ multimodal models leave out."""
 KNOWN_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """Language models with no causal one of their own type, and the type that they are on text alone. There a token has one
 position in all three axes of an image, so which pair of a head turns by which of them makes no difference."""
-AXES = ("mrope_section", "mrope_interleaved")
-"""What their `rope_parameters` say of that."""
+AXES = ("mrope_section", "mrope_interleaved", "type")
+"""What their `rope_parameters` say of that; the last is an older name of the rotary type, `mrope`."""
 
 _PREFIXES = [
     "".join(parts) for parts in itertools.product(("model.", ""), ("language_model.", "text_model."), ("model.", ""))

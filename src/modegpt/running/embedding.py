@@ -38,14 +38,15 @@ class Embedding:
     spill: Path | None
     """Where hidden states go that memory has no room for; None for the system's temporary folder."""
 
-    def shared(self, windows: Tensor, streams: int) -> Calibration:
+    def shared(self, windows: Tensor, streams: int, texts: int = 1) -> Calibration:
         """Return this process's share of the windows that moments are taken on, each token with its weight.
 
         Args:
             windows: `(samples, tokens)` token ids, those of all processes.
             streams: how many sets of hidden states the run holds at once, which share the room there is.
+            texts: how many texts they are of.
         """
-        calibration = self.embed(self.team.share(windows), streams)
+        calibration = self.embed(self.team.share(windows), streams, texts)
         length = windows.shape[1]
         size, weights = self._batch_size(length), token_weights(windows, self.config.rarity_exponent)
         if weights is not None:
@@ -53,11 +54,11 @@ class Embedding:
         calibration.offsets = self.team.share(torch.arange(len(windows)) * length % OFFSET_PERIOD).split(size)
         return calibration
 
-    def embed(self, windows: Tensor, streams: int = 1) -> Calibration:
-        """Return the hidden states of these very windows."""
+    def embed(self, windows: Tensor, streams: int = 1, texts: int = 1) -> Calibration:
+        """Return the hidden states of these very windows; `streams` and `texts` as for `shared`."""
         with self.watch.stage("embed"):
             limit, free = self.config.max_host_memory, free_gpu_memory_bytes(self.device)
-            share = self.source.states_held(streams)
+            share = self.source.states_held(streams, texts)
             host = None if limit is None else int(limit / share)
             hidden = HiddenStates(host, self.spill, self.device, int(free / (GPU_PART * share)))
             return self.source.blocks.embed(windows, self._batch_size(windows.shape[1]), hidden)
@@ -68,7 +69,7 @@ class Embedding:
         Such states are held of continuations of all lengths at once.
         """
         if cache is None:
-            return self.embed(tokens, len(LENGTHS))
+            return self.embed(tokens, len(LENGTHS), len(LENGTHS))
         with self.watch.stage("embed"):
             # Beside the cache they are small; keys and values that blocks hand on are in it, too.
             here = HiddenStates(device=self.device, device_bytes=sys.maxsize)

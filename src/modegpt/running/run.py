@@ -190,8 +190,8 @@ class Run:
             seen = torch.cat((seen, coverage))
         sizes = self._allotted
         n_streams = sum(len(trial_ranks(size, self.config)) for size in sizes) + 2  # each trial's, and these two
-        calibration = self.embedding.shared(seen, n_streams)
-        trial = self.embedding.embed(held, n_streams)
+        calibration = self.embedding.shared(seen, n_streams, texts=2)
+        trial = self.embedding.embed(held, n_streams, texts=2)
         tell = functools.partial(self._tell, "scores")
         with self.watch.stage("scores"):
             return measure_damages(self.source, sizes, self.config, self.team, self.device, calibration, trial, tell)

@@ -53,10 +53,13 @@ class Source:
         """Return the sizes of one dense block."""
         return self.architecture.block_dims(self.blocks.layers[index], self.dims)
 
-    def states_held(self, n_streams: int) -> float:
-        """Return how many streams' worth of hidden states so many take, with what blocks read beside them."""
+    def states_held(self, n_streams: int, n_texts: int = 1) -> float:
+        """Return how many streams' worth of hidden states so many take, with what blocks read beside them.
+
+        Streams of one text share what each token has of its own.
+        """
         own, handed = self.architecture.beside_states(self.config)
-        return n_streams * (1 + handed / self.dims.d_model) + own / self.dims.d_model
+        return n_streams * (1 + handed / self.dims.d_model) + n_texts * own / self.dims.d_model
 
     def n_streams(self, config: CompressionConfig) -> int:
         """Return how many streams of hidden states a run holds at most.
