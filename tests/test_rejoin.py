@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 import modegpt
 from command_line import modegpt as run_command
@@ -24,6 +25,7 @@ from modegpt.export.rejoin import rejoin
 from modegpt.export.stock import export_stock
 from modegpt.inspection import describe
 from modegpt.loading.models import open_model
+from modegpt.modeling_modegpt import _one_axis
 from multimodal import CASES, TOKENS, logits, multimodal
 
 SETTINGS = modegpt.CompressionConfig(sparsity=0.3, samples=8, seq_len=32)
@@ -159,6 +161,18 @@ def test_it_sees_what_its_stock_form_sees(case: tuple[str, str, str | None], tmp
     assert float((other - expected).abs().max()) > 1e3 * allowed
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(joined.generate(**image, **settings), stock.generate(**image, **settings))
+
+
+def test_tables_by_axes_are_those_of_a_newer_transformers():
+    """In 5.16 Qwen 2 VL's rotary embedding gives one for each axis; here the newer one's own code makes one of them."""
+    config = multimodal("Qwen2VL", "Qwen2VLTextConfig", None).config.text_config
+    stock = Qwen2VLRotaryEmbedding(config)
+    positions = torch.randint(50, (3, 2, 5), generator=torch.Generator().manual_seed(0))
+    expected = stock(torch.zeros(2, 5, 32), positions)[0]
+    angles = positions[..., None] * stock.inv_freq
+    by_axis = torch.cat((angles, angles), dim=-1).cos()
+    assert by_axis.shape == (3, *expected.shape)
+    torch.testing.assert_close(_one_axis(by_axis, config.rope_parameters["mrope_section"]), expected, rtol=0, atol=1e-6)
 
 
 def test_transformers_alone_opens_it(tmp_path: Path):

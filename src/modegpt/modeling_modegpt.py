@@ -360,6 +360,15 @@ def _as_pairs(cos: Tensor, sin: Tensor, shape: tuple[int, ...]) -> tuple[Tensor,
     return cos.unflatten(-1, shape)[..., None, None, :], sin.unflatten(-1, shape).movedim(2, -2).unsqueeze(-3)
 
 
+def _one_axis(table: Tensor, sections: list[int]) -> Tensor:
+    """Return the table of a text, `(batch, tokens, d_head)`, of one by axes, `(3, batch, tokens, d_head)`.
+
+    So many pairs as `sections` says go by each axis.
+    """
+    parts = table.split(sections * 2, dim=-1)
+    return torch.cat([part[place % 3] for place, part in enumerate(parts)], dim=-1)
+
+
 class _Buffers(list[dict[str, Any]]):
     """A list that `torch.export` leaves as it is: plain lists and dicts it writes back as copies, full of fakes."""
 
@@ -367,6 +376,7 @@ class _Buffers(list[dict[str, Any]]):
 class CompressedRotary:
     """Mixin in front of a stock rotary embedding: when one token is decoded, gathers for all layers at once."""
 
+    config: Any
     _indices: list[dict[str, Any]]
     """The buffers of each attention, and not the attentions, which would outlive layers that someone drops."""
     _sines_first: bool
@@ -378,6 +388,8 @@ class CompressedRotary:
         from one call, and a step has that many fewer to wait for.
         """
         tables: Any = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if tables[0].dim() == 4:  # in older transformers Qwen 2 VL's attention chooses the axis by which a pair turns
+            tables = [_one_axis(table, self.config.rope_parameters["mrope_section"]) for table in tables]
         indices = [buffers["rope_index"] for buffers in self._indices]
         # Long prompts would need this memory by layers; and the layers may be spread over devices.
         if tables[0].shape[-2] != 1 or any(index.device != tables[0].device for index in indices):
