@@ -48,6 +48,14 @@ def opened(folder: Path | str) -> Any:
     return model.eval()
 
 
+def rounding(expected: torch.Tensor) -> float:
+    """By how much an export may differ: its zeros change the order of sums (tests/conformance/test_export.py).
+
+    That is the rounding of one operation, grown a hundredfold.
+    """
+    return 100 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+
+
 @pytest.mark.parametrize(("outer", "text", "vision"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 def test_it_is_the_compressed_language_model_among_the_same_towers(
     outer: str, text: str, vision: str | None, tmp_path: Path
@@ -90,9 +98,7 @@ def test_it_is_the_compressed_language_model_among_the_same_towers(
         return
     assert rejoin(str(tmp_path / "stock"), dense, tmp_path / "stock-joined")["class"] == type(whole).__name__
     expected = logits(compressed)
-    # As where the export is measured (test_export.py in tests/conformance): zeros change the order of sums.
-    allowed = 100 * torch.finfo(torch.float32).eps * float(expected.abs().max())
-    assert float((logits(opened(tmp_path / "stock-joined")) - expected).abs().max()) <= allowed
+    assert float((logits(opened(tmp_path / "stock-joined")) - expected).abs().max()) <= rounding(expected)
 
 
 def pixels(*shape: int) -> torch.Tensor:
@@ -154,8 +160,7 @@ def test_it_sees_what_its_stock_form_sees(case: tuple[str, str, str | None], tmp
     assert type(stock) is type(whole)
     image = inputs()
     expected = stock(**image).logits
-    # Zeros change the order of sums: rounding of one operation, grown a hundredfold (tests/conformance/test_export.py).
-    allowed = 100 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    allowed = rounding(expected)
     assert float((joined(**image).logits - expected).abs().max()) <= allowed
     other = joined(**{**image, "pixel_values": 1 - image["pixel_values"]}).logits
     assert float((other - expected).abs().max()) > 1e3 * allowed
@@ -192,7 +197,7 @@ def test_transformers_alone_opens_it(tmp_path: Path):
 
 def test_a_large_one_is_in_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     small, dense, compressed = files(multimodal(*LLAVA), tmp_path)
-    monkeypatch.setattr("modegpt.export.rejoin.MAX_FILE_BYTES", 0)
+    monkeypatch.setattr("modegpt.checkpoint.MAX_FILE_BYTES", 0)
     rejoin(small, dense, tmp_path / "joined")
     found = sorted(file.name for file in (tmp_path / "joined").glob("*.safetensors*"))
     assert found == [*(f"model-0000{part}-of-00002.safetensors" for part in (1, 2)), "model.safetensors.index.json"]

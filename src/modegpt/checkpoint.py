@@ -4,7 +4,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from . import modeling_modegpt
 from .architectures import Architecture
 from .errors import InputError
-from .formats.safetensors_merge import Entry
+from .formats.checkpoint_files import INDEX, MAX_FILE_BYTES, SINGLE
+from .formats.safetensors_merge import Entry, merge
 from .modeling_modegpt import FORMAT_VERSION, PREFIX, auto_map, check_version, compressed_class
 
 REPORT_NAME = "report.json"
@@ -123,6 +124,28 @@ def _leads_nowhere(path: Path) -> bool:
 def modeling_source() -> bytes:
     """Return the modeling file that is shipped inside a checkpoint."""
     return Path(modeling_modegpt.__file__).read_bytes()
+
+
+def write_weights(
+    entries: Mapping[str, Entry], folder: Path, put: Callable[[dict[str, Entry], Path], None] = merge
+) -> None:
+    """Write tensors to one file, or, where that would be too large, to one for each that they are read from.
+
+    Args:
+        entries: by their names in the result.
+        folder: of the checkpoint.
+        put: writes the tensors of one file to one of several.
+    """
+    total = sum(entry.size for entry in entries.values())
+    if total <= MAX_FILE_BYTES:
+        merge(dict(entries), folder / SINGLE)
+        return
+    sources = list(dict.fromkeys(entry.path for entry in entries.values()))
+    names = {path: f"model-{i + 1:05d}-of-{len(sources):05d}.safetensors" for i, path in enumerate(sources)}
+    for path, file in names.items():
+        put({name: entry for name, entry in entries.items() if entry.path == path}, folder / file)
+    weight_map = {name: names[entry.path] for name, entry in sorted(entries.items())}
+    write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, folder / INDEX)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def test_layers_that_cannot_be_linked_are_copied(tiny_llama_dir: Path, tmp_path:
     memory, out = Path("/dev/shm"), tmp_path / "out"
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("needs a second file system")
-    monkeypatch.setattr("modegpt.running.partial.MAX_FILE_BYTES", 0)
+    monkeypatch.setattr("modegpt.checkpoint.MAX_FILE_BYTES", 0)
     compress_to_folder(tiny_llama_dir, WINDOWS, out, CONFIG)
     linked = {file.name: file.read_bytes() for file in out.glob("*.safetensors*")}
     assert len(linked) > 2
@@ -292,7 +292,7 @@ def test_another_spelling_of_the_model_resumes(
 
 
 def test_files_are_numbered_from_one(tmp_path: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("modegpt.running.partial.MAX_FILE_BYTES", 0)
+    monkeypatch.setattr("modegpt.checkpoint.MAX_FILE_BYTES", 0)
     compress_to_folder(tiny_llama_dir, WINDOWS, tmp_path / "out", CONFIG)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]

@@ -22,13 +22,13 @@ from ..checkpoint import (
     check_description,
     check_output,
     modeling_source,
-    write_json,
+    write_weights,
 )
 from ..disk import DISK
 from ..errors import InputError, refused
-from ..formats.checkpoint_files import INDEX, MAX_FILE_BYTES, SINGLE, find_tensors
+from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import FLOATS, PLAIN, packing, plain, quantization
-from ..formats.safetensors_merge import Entry, merge, read_header
+from ..formats.safetensors_merge import Entry, read_header
 from ..formats.text_part import MULTIMODAL, has_text_part, is_text, text_part
 from ..inspection import describe
 from ..loading.models import outer_config, quietly
@@ -221,18 +221,8 @@ def _assembled(towers: Towers, config: Any, language_model: dict[str, Tensor], n
 
 
 def _write(target: Path, towers: dict[str, Tensor], language_model: dict[str, Entry]) -> None:
-    """Write the weights: to one file, or, where that would be too large, to one for each that they are read from."""
+    """Write the weights of the towers and of the language model."""
     apart = target / "towers.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in towers.items()}, apart)
-    entries = read_header(apart)[0] | language_model
-    total = sum(entry.size for entry in entries.values())
-    sources = sorted({entry.path for entry in entries.values()})
-    if total <= MAX_FILE_BYTES:
-        merge(entries, target / SINGLE)
-    else:
-        names = {path: f"model-{i + 1:05d}-of-{len(sources):05d}.safetensors" for i, path in enumerate(sources)}
-        for path, file in names.items():
-            merge({name: entry for name, entry in entries.items() if entry.path == path}, target / file)
-        weight_map = {name: names[entry.path] for name, entry in sorted(entries.items())}
-        write_json({"metadata": {"total_size": total}, "weight_map": weight_map}, target / INDEX)
+    write_weights(read_header(apart)[0] | language_model, target)
     apart.unlink()

@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 
-from ..checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json
+from ..checkpoint import MODELING_FILE, REPORT_NAME, modeling_source, read_json, write_json, write_weights
 from ..disk import DISK, is_full
 from ..errors import InputError, WriteError
-from ..formats.checkpoint_files import MAX_FILE_BYTES
-from ..formats.safetensors_merge import Entry, merge, read_header
+from ..formats.safetensors_merge import Entry, read_header
 from ..inspection import describe
 from ..loading.tokenizers import save_tokenizer
 from .folder_lock import FolderLock
@@ -229,17 +228,7 @@ class PartialCheckpoint:
         entries: dict[str, Entry] = {}
         for file in files:
             entries |= read_header(file)[0]
-        total = sum(entry.size for entry in entries.values())
-        if total <= MAX_FILE_BYTES:
-            merge(entries, target / "model.safetensors")
-            return
-        names = {file: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files)}
-        for file, name in names.items():
-            _link(file, target / name)
-        weight_map = {name: names[entry.path] for name, entry in sorted(entries.items())}
-        write_json(
-            {"metadata": {"total_size": total}, "weight_map": weight_map}, target / "model.safetensors.index.json"
-        )
+        write_weights(entries, target, lambda own, name: _link(next(iter(own.values())).path, name))
 
     @contextmanager
     def _refusals_explained(self, what: str) -> Iterator[None]:
