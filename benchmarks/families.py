@@ -40,6 +40,8 @@ from transformers import (
     GPTNeoForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MptConfig,
     MptForCausalLM,
     OPTConfig,
@@ -109,6 +111,13 @@ def small_gemma4() -> PreTrainedModel:
     return gemma4(2 * WIDTH, **own, **shared, attention_k_eq_v=False, num_global_key_value_heads=None)
 
 
+def llama4() -> PreTrainedModel:
+    """As Scout: in every layer experts, of which a token passes one, and one that all pass."""
+    heads: dict[str, Any] = {"num_key_value_heads": 2, "head_dim": WIDTH // HEADS, "attention_chunk_size": LENGTH // 2}
+    config = Llama4TextConfig(**rotary(96), **heads, num_local_experts=8, pad_token_id=1)
+    return Llama4ForCausalLM(config)
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "opt": opt,
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**gpt())),
@@ -127,6 +136,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma4_text-experts": lambda: gemma4(
         WIDTH, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=96
     ),
+    "llama4_text": llama4,
     "flex_olmo": lambda: FlexOlmoForCausalLM(
         FlexOlmoConfig(**rotary(WIDTH), num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, pad_token_id=1)
     ),

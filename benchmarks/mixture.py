@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import modegpt
 from common import CALIBRATION, SAMPLES, SEQ_LEN, Opened, model_name, opened, parser, run
-from modegpt.observing.experts import run_in_turn
+from modegpt.observing.in_turn import run_in_turn
 from result_file import Results
 
 EXPERTS, CHOSEN = 8, 5

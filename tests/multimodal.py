@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 SIZES: dict[str, Any] = {
     "vocab_size": 384,
@@ -40,6 +39,7 @@ MORE: dict[str, dict[str, Any]] = {
     "MiniCPMV4_7": LINEAR,
     "Lfm2Vl": {"layer_types": ["conv", "full_attention"]},
     "Lfm3Vl": {"layer_types": ["conv", "full_attention"], "pad_token_id": 0},
+    "Llama4": {"intermediate_size_mlp": 48, "num_local_experts": 3, "interleave_moe_layer_step": 2},
     "Qwen3_5Moe": {
         **LINEAR,
         "num_experts": 3,
@@ -77,6 +77,7 @@ HEARING: dict[str, Any] = {
 }
 CASES = [
     ("Gemma3", "Gemma3TextConfig", None),
+    ("Llama4", "Llama4TextConfig", None),
     ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
     ("Mistral3", "Ministral3Config", "PixtralVisionConfig"),
     ("Llava", "LlamaConfig", "CLIPVisionConfig"),
@@ -130,5 +131,7 @@ def multimodal(
 
 
 @torch.no_grad()
-def logits(model: PreTrainedModel) -> torch.Tensor:
+def logits(model: Any) -> torch.Tensor:
+    if type(model).__name__.endswith("Llama4ForConditionalGeneration"):
+        model = model.language_model  # in transformers 5.24 its own forward wants of that what it does not give
     return model(input_ids=TOKENS).logits

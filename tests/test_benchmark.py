@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -283,6 +285,18 @@ def test_of_fused_experts_those_count_that_a_token_is_sent_to():
     assert found.linear_macs == 2 * (2 * expert + attention)
     idle = 2 * 6 * expert
     assert found.parameters_per_token == found.parameters - 97 * 32 - idle  # without the embedding table
+
+
+@pytest.mark.parametrize("per_token", [1, 2])
+def test_experts_that_read_zeros_do_not_count(per_token: int):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Llama4TextConfig(
+        vocab_size=97, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=per_token, head_dim=8, **sizes
+    )
+    found = costs_of(Llama4ForCausalLM(config).eval())
+    expert, router, attention = 3 * 32 * 48, 32 * 8, 32 * 32 * 2 + 32 * 16 * 2
+    assert found.linear_macs == 2 * ((1 + per_token) * expert + router + attention)
+    assert found.parameters_per_token == found.parameters - 2 * (8 - per_token) * expert - 97 * 32
 
 
 def test_other_copies_of_the_weights_are_not_counted_as_files(tiny_llama_dir: Path, tmp_path: Path):

@@ -15,6 +15,7 @@ from .architectures import ARCHITECTURES
 from .block_arguments import BlockArguments
 from .cache_name import CACHE
 from .hidden_states import HiddenStates
+from .modeling_modegpt import base_of
 
 
 class PassedBlock(nn.Module):
@@ -100,7 +101,7 @@ def run_identity_blocks(
     arguments = BlockArguments(hidden, architecture.hands_on)
     with _stand_ins(model, layers) as stand_ins:
         for batch in windows.split(batch_size):
-            model.base_model(input_ids=batch.to(model.device), use_cache=cache is not None, **{CACHE: cache})
+            base_of(model)(input_ids=batch.to(model.device), use_cache=cache is not None, **{CACHE: cache})
             states = stand_ins[0].states
             assert states is not None
             hidden.append(states)

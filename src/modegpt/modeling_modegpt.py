@@ -522,14 +522,20 @@ def check_version(description: dict[str, Any]) -> None:
         )
 
 
+def base_of(model: Any) -> Any:
+    """Return the model without its head: Llama 4's class names an attribute for it that is not there."""
+    base = model.base_model
+    return getattr(model, "model", model) if base is model else base
+
+
 def language_model(model: PreTrainedModel, description: dict[str, Any]) -> Any:
     """Return the base model of a compressed one, inside a multimodal one that of its language model."""
-    return model.base_model.get_submodule(description.get("multimodal", {}).get("language_model", ""))
+    return base_of(model).get_submodule(description.get("multimodal", {}).get("language_model", ""))
 
 
 def decoder_layers(model: PreTrainedModel, architecture: dict[str, Any]) -> nn.ModuleList:
     """Return the list of decoder blocks of a causal language model or of its base model."""
-    layers = model.base_model.get_submodule(architecture["layers"])
+    layers = base_of(model).get_submodule(architecture["layers"])
     assert isinstance(layers, nn.ModuleList)
     return layers
 
@@ -610,7 +616,8 @@ def shrink_experts(experts: Any, width: int) -> None:
     Or, in some families, with the last two swapped, with a gate and its up side by side, with biases, or without a
     gate: transformers notes these on the module.
     """
-    by_input, in_turn = getattr(experts, "is_transposed", False), not getattr(experts, "is_concatenated", True)
+    # On those of Llama 4 nothing: they have the last two swapped.
+    by_input, in_turn = getattr(experts, "is_transposed", True), not getattr(experts, "is_concatenated", True)
     if experts.down_proj.shape[1 if by_input else 2] == width:
         return
 

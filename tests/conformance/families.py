@@ -66,6 +66,7 @@ from transformers import (
     Lfm2Config,
     Lfm2MoeConfig,
     Lfm3Config,
+    Llama4TextConfig,
     LlamaConfig,
     MellumConfig,
     MiMoV2FlashConfig,
@@ -227,6 +228,17 @@ LINEAR_EXPERTS: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     **LINEAR_HEADS,
 }
+LLAMA_4: dict[str, Any] = {
+    **SIZES,
+    **GROUPED,
+    "intermediate_size_mlp": 48,
+    "head_dim": 16,
+    "num_local_experts": 3,
+    "moe_layers": [0, 2],
+    "no_rope_layers": [1, 1, 0],
+    "attention_chunk_size": WINDOW,
+    "floor_scale": 5,
+}
 LINEAR_LATENT: dict[str, Any] = {
     **SIZES,
     **LATENT,
@@ -303,7 +315,7 @@ class Family:
     def n_attentions(self) -> int:
         """Layers with attention."""
         kinds = getattr(self.config(), "layer_types", None) or ["full_attention"] * self.dims.n_layers
-        return sum(kind in ("full_attention", "sliding_attention", "hybrid") for kind in kinds)
+        return sum(kind in ("full_attention", "sliding_attention", "chunked_attention", "hybrid") for kind in kinds)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -1010,6 +1022,15 @@ FAMILIES = [
             **LINEAR_HEADS,
         ),
         whole=("qk", "vo"),
+        stepwise=STATES,
+    ),
+    Family(
+        "llama4_text",
+        # The middle layer has an MLP in place of experts, the last one no rotary embedding and no chunks.
+        lambda: Llama4TextConfig(**LLAMA_4),
+        whole=("qk", "vo"),
+        whole_mlps=(1,),
+        exact=STATES,
         stepwise=STATES,
     ),
     Family("qwen3_5_moe_text", lambda: Qwen3_5MoeTextConfig(**LINEAR_EXPERTS), whole=("qk", "vo"), stepwise=STATES),

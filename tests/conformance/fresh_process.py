@@ -39,7 +39,8 @@ def main(way: str, folders: Path, out: Path) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, **trust)
         bare = AutoModelForCausalLM.from_config(config, **trust)
         with torch.no_grad():
-            logits, hidden = model(ids).logits, model.base_model(ids).last_hidden_state
+            inside = model.model if model.base_model is model else model.base_model  # Llama 4 names it otherwise
+            logits, hidden = model(ids).logits, inside(ids).last_hidden_state
         assert [p.shape for p in bare.parameters()] == [p.shape for p in model.parameters()]
         expected = "modegpt.modeling_modegpt" if way == "installed" else "transformers_modules."
         assert all(type(made).__module__.startswith(expected) for made in (config, model, bare)), type(model)

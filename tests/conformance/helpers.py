@@ -17,6 +17,7 @@ from modegpt.checks.densify import in_float64
 from modegpt.config import CompressionConfig
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import record_moments
+from modegpt.observing.in_turn import in_turn
 from modegpt.running.surgery import blank_moments, compress_block, cut_modules
 
 from .families import Family, tokens
@@ -35,7 +36,7 @@ def compressed_from(family: Family, dense: Any, ranks: list[dict[str, int]], sol
         blank_moments(modules, block, architecture, dims, config, device)
         for modules, block in zip(cut, blocks, strict=True)
     ]
-    with torch.no_grad(), contextlib.ExitStack() as stack:
+    with torch.no_grad(), in_turn(model), contextlib.ExitStack() as stack:
         for block, of_block in zip(blocks, moments, strict=True):
             stack.enter_context(record_moments(block, architecture, dims, of_block))
         model(tokens(rows=8, length=32, seed=2))

@@ -11,12 +11,13 @@ from transformers import (
     Cohere2MoeConfig,
     DeepseekV3Config,
     Glm4MoeConfig,
+    Llama4TextConfig,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen2MoeConfig,
 )
 
-from conformance.families import EXPERTS, FAMILIES, GROUPED, GROUPED_EXPERTS, LATENT, SIZES, Family, tokens
+from conformance.families import EXPERTS, FAMILIES, GROUPED, GROUPED_EXPERTS, LATENT, LLAMA_4, SIZES, Family, tokens
 from decompose.selections import by_loss
 from modegpt import compress
 from modegpt.architectures import Architecture, Dimensions, architecture_of
@@ -32,7 +33,8 @@ from modegpt.loading.shards import ShardBlocks, skeleton
 from modegpt.modeling_modegpt import decoder_layers
 from modegpt.moments import BlockMoments, record_moments
 from modegpt.observing.at_rest import at_rest
-from modegpt.observing.experts import combined, in_turn, routed, told, watched
+from modegpt.observing.experts import combined, routed, told, watched
+from modegpt.observing.in_turn import in_turn
 from modegpt.observing.inputs import inputs_of
 from modegpt.running import expert_refit
 from modegpt.running.distributed import Team
@@ -48,6 +50,7 @@ RANK = 24
 N_EXPERTS = 3
 WINDOWS = tokens(rows=6, length=16, seed=3)
 WITH_EXPERTS = [family for family in FAMILIES if family.dims.n_experts]
+WITH_SHARES_BEHIND = [family for family in WITH_EXPERTS if not family.name.startswith("llama4")]
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +279,31 @@ def test_experts_one_after_another_give_the_stock_modules_bits(family: Family):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS, ids=lambda family: family.name)
+@pytest.mark.parametrize("per_token", [1, 2])
+@torch.no_grad()
+def test_experts_whose_shares_weigh_what_they_read_run_as_others_do(per_token: int):
+    """Llama 4's, which its own class runs all on all tokens, on zeros where one is not sent."""
+    config = Llama4TextConfig(**LLAMA_4, num_experts_per_tok=per_token)
+    model, ids = random_model(config).double(), tokens()
+    expected, calls = model(ids).logits, []
+    with in_turn(model), ExitStack() as stack:
+        copied = copy.deepcopy(model)
+        for layer in (0, 2):
+            mixture = model.model.layers[layer].feed_forward.experts
+            stack.enter_context(watched(mixture, lambda *call: calls.append(call)))
+        # The rotary embedding is float32, and shares are: both see the same states but for the order of few sums.
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+        del model.model.layers[2]
+        assert not torch.allclose(copied(ids).logits, model(ids).logits)
+        torch.testing.assert_close(copied(ids).logits, expected, rtol=0, atol=1e-5)
+    for states, chosen, shares, sent in calls[:2]:
+        assert chosen.shape == shares.shape == (len(states), per_token)
+        assert sum(len(each.places) for each in sent) == chosen.numel()
+        assert all((each.shares == 1).all() for each in sent)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("family", WITH_SHARES_BEHIND, ids=lambda family: family.name)
 @torch.no_grad()
 def test_in_half_precision_experts_give_the_stock_modules_bits(family: Family):
     """Experts without a gate add up in the dtype of the shares, which is float32, and are rounded at the end."""

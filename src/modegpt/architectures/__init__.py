@@ -35,6 +35,7 @@ from .kimi import KIMI_LINEAR, LING_3
 from .laguna import LAGUNA
 from .lfm2 import LFM2, LFM2_MOE, LFM3
 from .llama import EXAONE, INTERNLM3, IQUESTCODER, LLAMA
+from .llama4 import LLAMA4_TEXT
 from .mellum import MELLUM
 from .mimo import MIMO_V2_FLASH
 from .minicpm3 import MINICPM3
@@ -59,6 +60,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     architecture.model_type: architecture
     for architecture in (
         LLAMA,
+        LLAMA4_TEXT,
         INTERNLM3,
         IQUESTCODER,
         EXAONE,

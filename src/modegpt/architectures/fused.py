@@ -2,7 +2,7 @@
 
 Most families have `(experts, 2·d_int, d_model)` and `(experts, d_model, d_int)`, all gates first, and no biases.
 gpt-oss has both transposed, a gate and its up side by side, and biases; Nemotron 3 has `(experts, d_int, d_model)` ups
-and no gates. transformers notes on the module what holds.
+and no gates. transformers notes on the module what holds; but on that of Llama 4, which has both transposed, nothing.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def weights_of(mixture: Any) -> tuple[Tensor, Tensor]:
     `(experts, d_int, d_model)` ups.
     """
     gate_up, down = getattr(mixture, "gate_up_proj" if has_gate(mixture) else "up_proj"), mixture.down_proj
-    return (gate_up.mT, down.mT) if getattr(mixture, "is_transposed", False) else (gate_up, down)
+    return (gate_up.mT, down.mT) if getattr(mixture, "is_transposed", True) else (gate_up, down)
 
 
 def has_gate(mixture: Any) -> bool:
@@ -28,8 +28,16 @@ def has_gate(mixture: Any) -> bool:
     return getattr(mixture, "has_gate", True)
 
 
+def weighs_inputs(mixture: Any) -> bool:
+    """Return whether a token's share multiplies what an expert reads, and not what it gives: in Llama 4."""
+    return not hasattr(mixture, "has_gate")
+
+
 def activations_of(mixture: Any, products: Tensor) -> Tensor:
     """Return `(tokens, d_int)` what the down projections read, of the products with the gates and ups of an expert."""
+    if weighs_inputs(mixture):
+        gate, up = products.chunk(2, dim=-1)
+        return up * mixture.act_fn(gate)
     return mixture._apply_gate(products) if has_gate(mixture) else mixture.act_fn(products)
 
 

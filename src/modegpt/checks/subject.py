@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from ..architectures import Architecture, Dimensions
 from ..compress import compress
 from ..config import CompressionConfig
+from ..observing.in_turn import in_turn
 from .densify import in_float64
 
 ROWS, LENGTH = 2, 24
@@ -71,9 +72,13 @@ def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
 
 
 def run_hooked(subject: Subject, hooks: list[RemovableHandle]) -> None:
-    """Run the dense model with hooks that are already in place, and take them away."""
+    """Run the dense model with hooks that are already in place, and take them away.
+
+    Experts are called as a run calls them.
+    """
     try:
-        logits(subject.dense, subject.ids)
+        with in_turn(subject.dense):
+            logits(subject.dense, subject.ids)
     finally:
         for hook in hooks:
             hook.remove()

@@ -12,6 +12,7 @@ from ..blocks import required_tensors
 from ..errors import InputError, refused
 from ..formats.text_part import multimodal_class
 from ..loading.models import quietly
+from ..modeling_modegpt import base_of
 
 
 class Towers:
@@ -33,12 +34,14 @@ class Towers:
             self.model, found = model_class.from_pretrained(
                 whole, config=_shallow(outer), dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
-        kind, base = outer.text_config.model_type, self.model.base_model
-        parts = ((path, part) for path, part in base.named_modules() if isinstance(part, PreTrainedModel))
-        self.inner = next(path for path, part in parts if part.config.model_type == kind)
-        """Where the language model is, from the base model."""
-        self.prefix = f"{self.model.base_model_prefix}.{self.inner}."
+        kind, base = outer.text_config.model_type, base_of(self.model)
+        parts = (part for part in base.modules() if isinstance(part, PreTrainedModel))
+        language_model = next(part for part in parts if part.config.model_type == kind)
+        self.inner = _place(base, base_of(language_model))
+        """Where the language model without its head is, from the base model."""
+        self.prefix = f"{_place(self.model, language_model)}."
         """Of the names of its tensors."""
+        self._has_head = base_of(language_model) is not language_model  # in Llama 4; in others it stands outside
         names = [name for name in required_tensors(self.model) if not name.startswith((self.prefix, "lm_head."))]
         unlike = {each[0] for each in found["mismatched_keys"]} | set(found["missing_keys"])
         if broken := sorted(unlike.intersection(names)):
@@ -63,7 +66,14 @@ class Towers:
 
     def renamed(self, name: str) -> str:
         """Return what a tensor of the language model is called in the multimodal one."""
+        if self._has_head:
+            return self.prefix + name
         return self.prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def _place(model: PreTrainedModel, part: PreTrainedModel) -> str:
+    """Return the path of a part in a model."""
+    return next(path for path, module in model.named_modules() if module is part)
 
 
 def _shallow(outer: PreTrainedConfig) -> PreTrainedConfig:

@@ -17,7 +17,7 @@ from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import FLOATS, PLAIN, Packing
 from ..formats.safetensors_merge import Entry
 from ..hidden_states import HiddenStates
-from ..modeling_modegpt import decoder_layers
+from ..modeling_modegpt import base_of, decoder_layers
 from .stored_tensors import (
     check_packing,
     in_blocks,
@@ -150,7 +150,7 @@ class ShardBlocks:
         model = self._held
         if model is None:
             model = self._copy()
-            self._load_outside(model, model.base_model)
+            self._load_outside(model, base_of(model))
         layers = self._layers_of(model)
         return Calibration(hidden, run_identity_blocks(model, layers, windows, batch_size, hidden, cache))
 
@@ -184,7 +184,7 @@ class ShardBlocks:
         return copy.deepcopy(self.model, {id(block): block for block in self.layers})
 
     def _layers_of(self, model: PreTrainedModel) -> nn.ModuleList:
-        return decoder_layers(model, {"layers": layers_prefix(self.model.base_model, self.layers)})
+        return decoder_layers(model, {"layers": layers_prefix(base_of(self.model), self.layers)})
 
     def _load_outside(self, model: PreTrainedModel, part: nn.Module) -> None:
         """Give every module of a part of the model its tensors, but for those inside the blocks."""

@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..formats.packed import BLOCKS, FLOATS, PLAIN, Packing, unpack, unpack_fours
 from ..formats.safetensors_merge import Entry, main_dtype
 from ..formats.text_part import names_in_files
+from ..modeling_modegpt import base_of
 
 COMPUTED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$", r"\.attention\.bias$")
 """Of older checkpoints: buffers that are not stored any more."""
@@ -70,7 +71,7 @@ def left_over(files: dict[str, Entry], model: PreTrainedModel) -> list[str]:
     Scales of packed weights have one, and so have masks and rotary frequencies, which are computed anew.
     """
     placed = {stored for name in model.state_dict() for stored in stored_names(name, files, model)}
-    base: Any = model.base_model  # which knows of weights that files hold for layers that read those of others
+    base: Any = base_of(model)  # which knows of weights that files hold for layers that read those of others
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), *(base._keys_to_ignore_on_load_unexpected or ())]
     passed = re.compile("|".join((*ignored, *COMPUTED)))
     packed = {name.rpartition(".")[0] for name, entry in files.items() if entry.dtype not in PLAIN}

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..architectures.fused import weighs_inputs
 from ..cache_name import CACHE
 from ..formats.checkpoint_files import find_tensors
 from ..formats.text_part import has_text_part, is_text
@@ -147,7 +148,8 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
     """Collect the MACs of every linear layer that runs in the context, but for the head, and what experts leave idle.
 
     Fused experts hold parameters of three dims, the first of them the experts, and in some families biases of two, and
-    are called with the experts of each token, `(tokens, k)`.
+    are called with the experts of each token, `(tokens, k)`. Llama 4's are called with all tokens for each of them, of
+    which those that it is not sent are zeros; the stock class passes these, too, but no other engine does.
     """
     counted: list[int] = []
     idle: dict[nn.Module, int] = {}
@@ -158,11 +160,17 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
         counted.append(n_tokens * module.weight.numel())  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def count_experts(module: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        weights = list(module.parameters(recurse=False))
         chosen = next((x for x in inputs if isinstance(x, torch.Tensor) and not x.is_floating_point()), None)
         if chosen is not None:
-            weights = list(module.parameters(recurse=False))
-            counted.append(chosen.numel() * sum(weight[0].numel() for weight in weights if weight.ndim == 3))
-            idle[module] = (len(weights[0]) - chosen.shape[-1]) * sum(weight[0].numel() for weight in weights)
+            n_sent, per_token = chosen.numel(), chosen.shape[-1]
+        elif hasattr(module, "down_proj") and weighs_inputs(module):
+            n_sent = int(inputs[0].any(-1).sum())
+            per_token = n_sent * len(weights[0]) // len(inputs[0])
+        else:
+            return
+        counted.append(n_sent * sum(weight[0].numel() for weight in weights if weight.ndim == 3))
+        idle[module] = (len(weights[0]) - per_token) * sum(weight[0].numel() for weight in weights)
 
     fused = [m for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
     linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PreTrainedModel
 
-from ..architectures.fused import activations_of, has_gate, projections_of
+from ..architectures.fused import activations_of, has_gate, projections_of, weighs_inputs
 from .forwards import forwards
 
 
@@ -21,7 +20,7 @@ class Routed(NamedTuple):
     places: Tensor
     """`(sent,)` places of its tokens among all of the pass."""
     shares: Tensor
-    """`(sent, 1)` `g`, by which what it gives is multiplied before it is added."""
+    """`(sent, 1)` `g`, by which what it gives is multiplied before it is added: ones where they weigh what it reads."""
     activations: Tensor
     """`(sent, d_int)` `z`, what its down projection reads."""
 
@@ -47,8 +46,10 @@ def routed(
     for number, own in enumerate(slots.argsort(stable=True).split(counts.tolist())):
         if len(own) and (among is None or number in among):
             places = own % len(chosen)
-            activations = activations_of(experts, _linear(states.index_select(0, places), *gate_ups[number]))
-            yield Routed(number, places, shares.mT.flatten()[own, None], activations)
+            read, weights = states.index_select(0, places), shares.mT.flatten()[own, None]
+            if weighs_inputs(experts):
+                read, weights = read * weights, torch.ones_like(weights)
+            yield Routed(number, places, weights, activations_of(experts, _linear(read, *gate_ups[number])))
 
 
 @torch.no_grad()
@@ -108,29 +109,3 @@ def told(experts: Any, passes: Iterator[Sequence[Routed]]) -> Iterator[None]:
     """While the context is open, every forward of a mixture gives what it makes of the next of some passes."""
     with forwards({experts: lambda states, _chosen, _shares: combined(experts, next(passes), states)}):
         yield
-
-
-def run_in_turn(model: PreTrainedModel) -> str | None:
-    """Let a model run its experts one after another from now on, and not all in one grouped product.
-
-    On a CPU that is 3.4 times as fast in float32 (docs/log.md), and `combined` gives the same numbers.
-
-    Returns:
-        What it did before, for `in_turn` to put back; None where it has no experts.
-    """
-    if not model._can_set_experts_implementation():
-        return None
-    before = model.config._experts_implementation
-    model.set_experts_implementation("eager")
-    return before
-
-
-@contextmanager
-def in_turn(model: PreTrainedModel) -> Iterator[None]:
-    """The same while the context is open."""
-    before = run_in_turn(model)
-    try:
-        yield
-    finally:
-        if before is not None:
-            model.set_experts_implementation(before)

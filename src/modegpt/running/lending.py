@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..errors import InputError
 from ..evaluate import evaluating
-from ..observing.experts import in_turn
+from ..observing.in_turn import in_turn
 
 _LENT: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 """Models that are lent now, and to which thread."""

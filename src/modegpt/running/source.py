@@ -23,7 +23,7 @@ from ..loading.models import compute_dtype, load_model, outer_config, own_dtype,
 from ..loading.places import local_folder
 from ..loading.shards import ShardBlocks, open_shards, skeleton
 from ..loading.stored_tensors import about_unused, left_over, stored_dtype
-from ..observing.experts import run_in_turn
+from ..observing.in_turn import run_in_turn
 
 _PIECE = 2**20
 """Numbers of a tensor that are summed at once for its checksum."""
