@@ -34,6 +34,12 @@ MORE: dict[str, dict[str, Any]] = {
     # As files on the hub say it.
     "Qwen2_5_VL": {"rope_parameters": {"type": "mrope", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
     "Qwen3VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "Qwen3VLMoe": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "Qwen3_5": LINEAR,
     "MiniCPMV4_6": LINEAR,
     "MiniCPMV4_7": LINEAR,
@@ -66,6 +72,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "Qwen2VL": {"embed_dim": 16, "hidden_size": 32},
     "Qwen2_5_VL": {"fullatt_block_indexes": [0]},
     "Qwen3VL": {"deepstack_visual_indexes": [0]},
+    "Qwen3VLMoe": {"deepstack_visual_indexes": [0]},
 }
 """What the towers of some have otherwise."""
 HEARING: dict[str, Any] = {
@@ -77,7 +84,6 @@ HEARING: dict[str, Any] = {
 }
 CASES = [
     ("Gemma3", "Gemma3TextConfig", None),
-    ("Llama4", "Llama4TextConfig", None),
     ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
     ("Mistral3", "Ministral3Config", "PixtralVisionConfig"),
     ("Llava", "LlamaConfig", "CLIPVisionConfig"),
@@ -102,6 +108,8 @@ CASES = [
     ("Lfm3Vl", "Lfm3Config", None),
     ("Exaone4_5_", "Exaone4Config", None),
     ("Voxtral", "LlamaConfig", None),
+    ("Llama4", "Llama4TextConfig", None),
+    ("Qwen3VLMoe", "Qwen3VLMoeTextConfig", None),
     ("Qwen3_5", "Qwen3_5TextConfig", None),
     ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", None),
 ]

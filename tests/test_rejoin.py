@@ -312,7 +312,7 @@ def test_both_may_be_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         ("small", "quantized", "'.*quantized' is quantized"),
         ("headed", "whole", "was saved as a ModegptLlamaForSequenceClassification, and a ModegptLlamaForCausalLM"),
         ("short", "whole", "model '.*short' is broken: the files in .* lack the weight '.*up_proj.weight'"),
-        ("short-stock", "whole", "with MLPs of its width: '.*up_proj.weight' is missing"),
+        ("short-stock", "whole", "model '.*short-stock' is broken: its shards store '.*up_proj.weight' under another"),
         ("undescribed", "whole", "the key 'modegpt' in the config of '.*undescribed' is broken"),
         ("adapted", "whole", "model '.*adapted' has an adapter beside its weights"),
         ("small", "cut", "lack 'model.multi_modal_projector.linear_1.weight'"),

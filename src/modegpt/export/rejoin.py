@@ -33,6 +33,7 @@ from ..formats.text_part import MULTIMODAL, has_text_part, is_text, text_part
 from ..inspection import describe
 from ..loading.models import outer_config, quietly
 from ..loading.places import check_no_adapter, files_beside, local_folder
+from ..loading.shards import open_shards
 from ..loading.stored_tensors import read_stored, stored_dtype
 from ..modeling_modegpt import MODEL_TYPE_PREFIX, PREFIX, auto_map, compressed_class
 from .appearing import appearing, writing
@@ -99,7 +100,7 @@ def rejoin(name: str, whole: str, out: str | Path, *, overwrite: bool = False) -
             with refused(f"model '{name}' is broken"):
                 describe(target)  # which finds every weight, in its shape
         else:
-            model = _assembled(towers, joined, {each: read_stored(tensors, each, None) for each in tensors}, name)
+            model = _assembled(towers, joined, _language_model(name, folder, config, dtype), name)
             with writing(out), refused(f"transformers does not save '{name}' as a {towers.class_name}", but=DISK):
                 model.save_pretrained(target)
         with writing(out):
@@ -193,12 +194,24 @@ def _joined_config(outer: PreTrainedConfig, config: PreTrainedConfig, towers: To
     return joined
 
 
+def _language_model(name: str, folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of an export by the names of its modules, in which experts are fused that files hold apart.
+
+    Raises:
+        InputError: a weight is missing, or of another shape than the config says.
+    """
+    opened = open_shards(folder, copy.deepcopy(config), dtype, torch.device("cpu"), None)
+    if isinstance(opened, str):
+        raise InputError(f"model '{name}' is broken: {opened}; export it again")
+    return opened.whole()
+
+
 def _assembled(towers: Towers, config: Any, language_model: dict[str, Tensor], name: str) -> PreTrainedModel:
     """Return a model of the stock class from its parts.
 
     Raises:
-        InputError: a weight is missing, has no place, or is of another shape than the config says: so are towers of
-            which some are as wide as the language model's MLPs (Idefics 2).
+        InputError: a weight is of another shape than the config says: so are towers of which some are as wide as the
+            language model's MLPs (Idefics 2).
     """
     state = towers.state | {towers.renamed(each): tensor for each, tensor in language_model.items()}
     with quietly(and_silently=True), refused(f"'{name}' does not go into a {towers.class_name}"):

@@ -21,6 +21,7 @@ MULTIMODAL = (
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
+    "qwen3_vl_moe",
     "qwen3_5",
     "qwen3_5_moe",
     "minicpmv4_6",
@@ -56,15 +57,26 @@ LANGUAGE_MODELS = (
     "qwen3",
     "qwen3_5_moe_text",
     "qwen3_5_text",
+    "qwen3_vl_moe_text",
     "qwen3_vl_text",
 )
 """Model types that are opened, and of the language models in them: on text alone a model of the one type gives the very
 logits of the other's causal language model. It would not with Cohere's or Granite's in it, whose scale of the logits
 multimodal models leave out."""
 
-KNOWN_AS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+KNOWN_AS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
 """Language models with no causal one of their own type, and the type that they are on text alone. There a token has one
 position in all three axes of an image, so which pair of a head turns by which of them makes no difference."""
+SAID = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""What their classes do, and the config of that type must say."""
+CONVERTED = ("qwen3_vl_moe",)
+"""Multimodal types whose weights transformers turns round by that type as it loads them: not those of the language
+model alone, which is of another."""
 AXES = ("mrope_section", "mrope_interleaved", "type")
 """What their `rope_parameters` say of that; the last is an older name of the rotary type, `mrope`."""
 
@@ -113,7 +125,8 @@ def _as_known(text: Any) -> Any:
         return text
     fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
     rope = {name: value for name, value in (text.rope_parameters or {}).items() if name not in AXES}
-    return CONFIG_MAPPING[KNOWN_AS[text.model_type]].from_dict({**fields, "rope_parameters": rope})
+    fields |= {"rope_parameters": rope, **SAID.get(text.model_type, {})}
+    return CONFIG_MAPPING[KNOWN_AS[text.model_type]].from_dict(fields)
 
 
 def compressed_text(dense: Any, description: dict[str, Any]) -> Any:

@@ -24,7 +24,7 @@ from ..checkpoint import assemble
 from ..errors import InputError, refused
 from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import Packing, packing, plain
-from ..formats.text_part import KEY_MAPPING, has_text_part, text_part
+from ..formats.text_part import CONVERTED, KEY_MAPPING, has_text_part, text_part
 from .places import check_no_adapter, local_folder, locate, opening
 from .shards import open_shards
 from .stored_tensors import check_packing
@@ -127,8 +127,8 @@ def load_model(
     packed, language = packing(said), plain(said)
     if dtype == "auto":
         dtype = compute_dtype(device, own_dtype(language))
-    if packed is not None and language.model_type in ARCHITECTURES:
-        model = _open_packed(name, language, packed, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    if (packed is not None or config.model_type in CONVERTED) and language.model_type in ARCHITECTURES:
+        model = _open_by_tensor(name, language, packed, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         return model.to(device), []  # pyright: ignore[reportArgumentType]
     if packed is None and Path(name).is_dir():
         check_packing(find_tensors(Path(name)), None)
@@ -179,8 +179,8 @@ def quietly(and_silently: bool) -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model whose weights are in 8 or 4 bits, unpacked as in a run.
+def _open_by_tensor(name: str, config: PreTrainedConfig, packed: Packing | None, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a model tensor by tensor, as in a run: of weights in 8 or 4 bits, unpacked, or of a type in `CONVERTED`.
 
     transformers leaves some formats packed, and takes blocks that do not divide a weight to be smaller than they are.
     """
@@ -188,9 +188,8 @@ def _open_packed(name: str, config: PreTrainedConfig, packed: Packing, dtype: to
     config.dtype = dtype
     shards = "it is a file" if folder is None else open_shards(folder, config, dtype, torch.device("cpu"), packed)
     if isinstance(shards, str) or folder is None:
-        raise InputError(
-            f"weights in {packed.bits} bits are unpacked tensor by tensor, and this model cannot be read so: {shards}"
-        )
+        these = "these weights are read" if packed is None else f"weights in {packed.bits} bits are unpacked"
+        raise InputError(f"{these} tensor by tensor, and this model cannot be read so: {shards}")
     model = assemble(type(shards.model), config, shards.whole())
     model.config._name_or_path = name
     model.generation_config = read_generation_config(folder, model)  # pyright: ignore[reportAttributeAccessIssue]

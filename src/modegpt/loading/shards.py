@@ -22,6 +22,7 @@ from .stored_tensors import (
     check_packing,
     in_blocks,
     is_joined,
+    is_swapped,
     meant_shape,
     read_fours,
     read_stored,
@@ -47,6 +48,8 @@ def why_not_streamable(files: dict[str, Entry], model: PreTrainedModel, layers: 
         if len(stored) > 1:
             rows = shape[0] if is_joined(name, model) else shape[0] * shape.pop(1)
             shape = [rows // len(stored), *shape[1:]]
+        if is_swapped(name, files, model):
+            shape[1:] = shape[:0:-1]
         if not stored or any(meant_shape(each, files) != shape for each in stored):
             return f"its shards store '{name}' under another name or shape"
         fours = in_blocks(stored[0], files)
@@ -242,6 +245,8 @@ class ShardBlocks:
             return read_fours(self.files, stored[0], dtype or torch.bfloat16)
         if len(stored) == 1:
             tensor = read_stored(self.files, stored[0], self._packing)
+            if is_swapped(name, self.files, self.model):
+                tensor = tensor.mT.contiguous()
             return tensor if dtype is None else tensor.to(dtype)
         first = read_stored(self.files, stored[0], self._packing)
         fused = first.new_empty(len(stored), *first.shape, dtype=dtype or first.dtype)

@@ -92,6 +92,25 @@ def is_joined(name: str, model: PreTrainedModel) -> bool:
     return any(module in name for module, _files in architecture_of(model.config).joined_files)
 
 
+def is_swapped(name: str, files: dict[str, Entry], model: PreTrainedModel) -> bool:
+    """Whether the files hold a weight of all experts with its last two dims swapped, as those of Qwen 3 VL do.
+
+    Gates and ups are `(experts, 2·d_int, d_model)` and downs `(experts, d_model, d_int)`, or both are swapped: which of
+    it, the two shapes together always tell.
+    """
+    experts, _, key = name.rpartition(".")
+    pair = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+    if f"{experts}.{key}" not in pair:
+        return False
+    stored = [stored_name(each, files, model) for each in pair]
+    shapes = [files[each].shape for each in stored if each is not None]
+    if [len(shape) for shape in shapes] != [3, 3]:
+        return False
+    wanted = [model.get_parameter(each).shape for each in pair]
+    by_input, as_wanted = (gates[1] == downs[2] for gates, downs in (shapes, wanted))
+    return by_input != as_wanted
+
+
 def _all(names: Iterable[str | None]) -> list[str]:
     """Return the names, or none where one is missing."""
     found = list(names)
