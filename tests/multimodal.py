@@ -22,6 +22,19 @@ LINEAR: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+GLM_EXPERTS: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [1, 1, 0],
+        "partial_rotary_factor": 0.5,
+    },
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 MORE: dict[str, dict[str, Any]] = {
     "Gemma4": {
         "hidden_size_per_layer_input": 8,
@@ -34,6 +47,9 @@ MORE: dict[str, dict[str, Any]] = {
     # As files on the hub say it.
     "Qwen2_5_VL": {"rope_parameters": {"type": "mrope", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
     "Qwen3VL": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+    "Glm4v": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
+    "Glm46V": GLM_EXPERTS,
+    "Glm4vMoe": GLM_EXPERTS,
     "Qwen3VLMoe": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
         "num_experts": 3,
@@ -73,6 +89,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "Qwen2_5_VL": {"fullatt_block_indexes": [0]},
     "Qwen3VL": {"deepstack_visual_indexes": [0]},
     "Qwen3VLMoe": {"deepstack_visual_indexes": [0]},
+    "Glm4v": {"out_hidden_size": 32},
 }
 """What the towers of some have otherwise."""
 HEARING: dict[str, Any] = {
@@ -109,6 +126,10 @@ CASES = [
     ("Exaone4_5_", "Exaone4Config", None),
     ("Voxtral", "LlamaConfig", None),
     ("Llama4", "Llama4TextConfig", None),
+    ("Glm4v", "Glm4vTextConfig", None),
+    ("Glm46V", "Glm4vTextConfig", "Glm4vVisionConfig"),
+    ("Glm46V", "Glm4vMoeTextConfig", "Glm4vMoeVisionConfig"),
+    ("Glm4vMoe", "Glm4vMoeTextConfig", None),
     ("Qwen3VLMoe", "Qwen3VLMoeTextConfig", None),
     ("Qwen3_5", "Qwen3_5TextConfig", None),
     ("Qwen3_5Moe", "Qwen3_5MoeTextConfig", None),

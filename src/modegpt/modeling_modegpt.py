@@ -380,6 +380,8 @@ class CompressedRotary:
     _indices: list[dict[str, Any]]
     """The buffers of each attention, and not the attentions, which would outlive layers that someone drops."""
     _sines_first: bool
+    _interleaved: bool
+    """Whether the stock tables have each number twice side by side, and those of the language model alone do not."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the stock tables; for one token, also each layer's views of its own cosines and signed sines.
@@ -390,6 +392,8 @@ class CompressedRotary:
         tables: Any = super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if tables[0].dim() == 4:  # in older transformers Qwen 2 VL's attention chooses the axis by which a pair turns
             tables = [_one_axis(table, self.config.rope_parameters["mrope_section"]) for table in tables]
+        if self._interleaved:
+            tables = [table[..., ::2].repeat(1, 1, 2) for table in tables]
         indices = [buffers["rope_index"] for buffers in self._indices]
         # Long prompts would need this memory by layers; and the layers may be spread over devices.
         if tables[0].shape[-2] != 1 or any(index.device != tables[0].device for index in indices):
@@ -479,6 +483,7 @@ class CompressedModel(_ModelBase):
             rotary.__class__ = compressed_rotary_class(type(rotary))
             rotary._indices = _Buffers(attention._buffers for attention in attentions)
             rotary._sines_first = bool(description["architecture"].get("sines_first"))
+            rotary._interleaved = bool(description.get("multimodal", {}).get("interleaved_tables"))
             for place, attention in enumerate(attentions):
                 attention._place = place
 

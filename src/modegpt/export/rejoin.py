@@ -29,7 +29,7 @@ from ..errors import InputError, refused
 from ..formats.checkpoint_files import find_tensors
 from ..formats.packed import FLOATS, PLAIN, packing, plain, quantization
 from ..formats.safetensors_merge import Entry, read_header
-from ..formats.text_part import MULTIMODAL, has_text_part, is_text, text_part
+from ..formats.text_part import INTERLEAVED_TABLES, MULTIMODAL, has_text_part, is_text, text_part
 from ..inspection import describe
 from ..loading.models import outer_config, quietly
 from ..loading.places import check_no_adapter, files_beside, local_folder
@@ -188,7 +188,9 @@ def _joined_config(outer: PreTrainedConfig, config: PreTrainedConfig, towers: To
     joined.architectures = [towers.class_name]
     if compressed:
         name = stock.__name__.removesuffix("Config")
-        whole = {"name": name, "generates": towers.class_name, "language_model": towers.inner}
+        whole: dict[str, Any] = {"name": name, "generates": towers.class_name, "language_model": towers.inner}
+        if outer.text_config.model_type in INTERLEAVED_TABLES:
+            whole["interleaved_tables"] = True
         joined.modegpt = {**compressed, "multimodal": whole}
         joined.architectures, joined.auto_map = [PREFIX + towers.class_name], auto_map(joined)
     return joined

@@ -15,6 +15,9 @@ MULTIMODAL = (
     "gemma3",
     "gemma4",
     "gemma4_unified",
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
     "llama4",
     "mistral3",
     "voxtral",
@@ -45,6 +48,8 @@ LANGUAGE_MODELS = (
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",
+    "glm4v_moe_text",
+    "glm4v_text",
     "lfm2",
     "lfm3",
     "llama",
@@ -65,6 +70,8 @@ logits of the other's causal language model. It would not with Cohere's or Grani
 multimodal models leave out."""
 
 KNOWN_AS = {
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
@@ -72,11 +79,17 @@ KNOWN_AS = {
 }
 """Language models with no causal one of their own type, and the type that they are on text alone. There a token has one
 position in all three axes of an image, so which pair of a head turns by which of them makes no difference."""
-SAID = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+SAID: dict[str, dict[str, Any]] = {
+    "glm4v_text": {"attention_bias": True},
+    "glm4v_moe_text": {"use_qk_norm": False},
+    "qwen3_vl_moe_text": {"norm_topk_prob": True},
+}
 """What their classes do, and the config of that type must say."""
 CONVERTED = ("qwen3_vl_moe",)
 """Multimodal types whose weights transformers turns round by that type as it loads them: not those of the language
 model alone, which is of another."""
+INTERLEAVED_TABLES = ("glm4v_text",)
+"""Those whose rotary tables, unlike that type's, have each cosine and sine twice side by side."""
 AXES = ("mrope_section", "mrope_interleaved", "type")
 """What their `rope_parameters` say of that; the last is an older name of the rotary type, `mrope`."""
 
@@ -125,6 +138,8 @@ def _as_known(text: Any) -> Any:
         return text
     fields = {name: value for name, value in text.to_dict().items() if name != "model_type"}
     rope = {name: value for name, value in (text.rope_parameters or {}).items() if name not in AXES}
+    if text.model_type == "glm4v_text":
+        rope.setdefault("partial_rotary_factor", 1.0)  # for which GLM 4's config says another default
     fields |= {"rope_parameters": rope, **SAID.get(text.model_type, {})}
     return CONFIG_MAPPING[KNOWN_AS[text.model_type]].from_dict(fields)
 
