@@ -90,6 +90,11 @@ TOWERS: dict[str, dict[str, Any]] = {
     "Qwen3VL": {"deepstack_visual_indexes": [0]},
     "Qwen3VLMoe": {"deepstack_visual_indexes": [0]},
     "Glm4v": {"out_hidden_size": 32},
+    # Four patches are one token, of four times their width.
+    "Llama4": {
+        "intermediate_size": 64,
+        **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 16),
+    },
 }
 """What the towers of some have otherwise."""
 HEARING: dict[str, Any] = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
@@ -123,6 +124,7 @@ SEEN: dict[str, tuple[dict[str, Any], Callable[[], dict[str, torch.Tensor]]]] = 
     "Llava": ({}, lambda: {**prompt(4), "pixel_values": pixels(1, 3, 28, 28)}),
     "InternVL": ({}, lambda: {**prompt(1), "pixel_values": pixels(1, 3, 28, 28)}),
     "SmolVLM": ({}, lambda: {**prompt(1), "pixel_values": pixels(1, 1, 3, 28, 28)}),
+    "Llama4": ({}, lambda: {**prompt(1), "pixel_values": pixels(1, 3, 28, 28)}),
     # Positions in three axes, of the image's grid; Qwen 3 VL adds what its tower finds to later layers, too.
     **{
         name: (
@@ -134,7 +136,7 @@ SEEN: dict[str, tuple[dict[str, Any], Callable[[], dict[str, torch.Tensor]]]] = 
                 "mm_token_type_ids": (prompt(4)["input_ids"] == IMAGE).int(),
             },
         )
-        for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
+        for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Glm4v", "Glm46V", "Glm4vMoe")
     },
 }
 """What config and inputs need beside a tiny model's sizes."""
@@ -145,6 +147,8 @@ SEEN: dict[str, tuple[dict[str, Any], Callable[[], dict[str, torch.Tensor]]]] = 
 def test_it_sees_what_its_stock_form_sees(case: tuple[str, str, str | None], tmp_path: Path):
     """The export has zeros where the compressed model has nothing, and runs by the multimodal model's own code."""
     changes, inputs = SEEN[case[0]]
+    if case[0] == "Llama4" and transformers.__version__.startswith("5.24."):
+        pytest.skip("its own class asks its language model for images")
     whole = multimodal(*case, image_token_id=IMAGE, **changes)
     for name, weight in whole.named_parameters():
         if name.endswith("mm_input_projection_weight"):  # zeros in a new Gemma 3: every image is the same
