@@ -103,6 +103,11 @@ HEARING: dict[str, Any] = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "head_dim": 8,
+    # As others call these.
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
 }
 CASES = [
     ("Gemma3", "Gemma3TextConfig", None),
@@ -129,7 +134,11 @@ CASES = [
     ("Lfm2Vl", "Lfm2Config", None),
     ("Lfm3Vl", "Lfm3Config", None),
     ("Exaone4_5_", "Exaone4Config", None),
+    ("HyperCLOVAXVisionV2", "HyperCLOVAXConfig", None),
+    ("VipLlava", "LlamaConfig", "CLIPVisionConfig"),
+    ("VideoLlava", "LlamaConfig", "CLIPVisionConfig"),
     ("Voxtral", "LlamaConfig", None),
+    ("Qwen2Audio", "Qwen2Config", None),
     ("Llama4", "Llama4TextConfig", None),
     ("Glm4v", "Glm4vTextConfig", None),
     ("Glm46V", "Glm4vTextConfig", "Glm4vVisionConfig"),
@@ -150,7 +159,7 @@ def multimodal(
     tower: Any = VISION if vision is None else getattr(transformers, vision)(**VISION)
     if outer in TOWERS:
         tower = {**VISION, **TOWERS[outer]}
-    towers = {"audio_config": HEARING} if outer == "Voxtral" else {"vision_config": tower}
+    towers = {"audio_config": HEARING} if outer in ("Voxtral", "Qwen2Audio") else {"vision_config": tower}
     config = getattr(transformers, outer + "Config")(
         text_config=getattr(transformers, text)(**{**SIZES, **MORE.get(outer, {}), **(sizes or {})}),
         **towers,

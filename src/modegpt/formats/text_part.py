@@ -21,6 +21,7 @@ MULTIMODAL = (
     "llama4",
     "mistral3",
     "voxtral",
+    "qwen2_audio",
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
@@ -32,6 +33,7 @@ MULTIMODAL = (
     "lfm2_vl",
     "lfm3_vl",
     "exaone4_5",
+    "hyperclovax_vision_v2",
     "internvl",
     "ovis2",
     "smolvlm",
@@ -41,6 +43,8 @@ MULTIMODAL = (
     "llava_next",
     "llava_next_video",
     "llava_onevision",
+    "vipllava",
+    "video_llava",
     "video_llama_3",
 )
 LANGUAGE_MODELS = (
@@ -50,6 +54,7 @@ LANGUAGE_MODELS = (
     "gemma4_unified_text",
     "glm4v_moe_text",
     "glm4v_text",
+    "hyperclovax",
     "lfm2",
     "lfm3",
     "llama",
