@@ -640,7 +640,7 @@ def shrink_experts(experts: Any, width: int) -> None:
     narrow("down_proj", 1 if by_input else 2, both=False)
     if getattr(experts, "gate_up_proj_bias", None) is not None:
         narrow("gate_up_proj_bias", 1, both=True)
-    for name in ("intermediate_dim", "intermediate_size"):
+    for name in ("intermediate_dim", "intermediate_size", "expert_dim"):
         if hasattr(experts, name):
             setattr(experts, name, width)
 
