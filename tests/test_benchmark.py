@@ -87,6 +87,15 @@ def test_attended_positions_by_brute_force(window: int | None):
         assert layer.attended(n) == steps[-1]
 
 
+@pytest.mark.parametrize("window", [1, 4, 30])
+def test_attended_positions_in_chunks_by_brute_force(window: int):
+    layer = Attention(macs=3, window=window, chunked=True)
+    for n in (1, 3, 4, 5, 8, 20):
+        steps = [3 * len([s for s in range(t + 1) if s // window == t // window]) for t in range(n)]
+        assert layer.attended_by_all(n) == sum(steps)
+        assert layer.attended(n) == steps[-1]
+
+
 def test_a_sliding_window_is_found():
     model = MistralForCausalLM(MistralConfig(**LLAMA, sliding_window=6)).eval()
     assert [layer.window for layer in costs_of(model).attention] == [6, 6]
@@ -294,6 +303,7 @@ def test_experts_that_read_zeros_do_not_count(per_token: int):
         vocab_size=97, num_hidden_layers=2, num_local_experts=8, num_experts_per_tok=per_token, head_dim=8, **sizes
     )
     found = costs_of(Llama4ForCausalLM(config).eval())
+    assert [layer.chunked for layer in found.attention] == [True, True]
     expert, router, attention = 3 * 32 * 48, 32 * 8, 32 * 32 * 2 + 32 * 16 * 2
     assert found.linear_macs == 2 * ((1 + per_token) * expert + router + attention)
     assert found.parameters_per_token == found.parameters - 2 * (8 - per_token) * expert - 97 * 32

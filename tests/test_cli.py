@@ -29,9 +29,10 @@ from modegpt.commands.bench import _tables as bench_tables
 from modegpt.commands.demo import _speedup, model_file, tables
 from modegpt.commands.demo import run as run_demo
 from modegpt.commands.evaluate import _marked, _warnings
-from modegpt.commands.shared import OneLineErrors, emit
+from modegpt.commands.shared import OneLineErrors, emit, gathered
 from modegpt.comparing.in_turn import mixed_dtypes
 from modegpt.config import CompressionConfig
+from modegpt.errors import WriteError
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 PROGRAM = Path(sys.executable).with_name("modegpt")
@@ -155,6 +156,7 @@ def test_overwrite_replaces_the_folder(tiny_llama_dir: Path, tmp_path: Path, sma
     out = tmp_path / "out"
     out.mkdir()
     (out / "old").touch()
+    (out / "config.json").touch()
     call = ("compress", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *SMALL)
     assert_refused(modegpt(*call), str(out), "--overwrite")
     assert (out / "old").exists()
@@ -162,6 +164,10 @@ def test_overwrite_replaces_the_folder(tiny_llama_dir: Path, tmp_path: Path, sma
     assert (out / "report.json").exists()
     assert not (out / "old").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    for name in ("config.json", "report.json", "modeling_modegpt.py"):
+        (out / name).unlink()
+    assert_refused(modegpt(*call, "--overwrite"), "holds other things than a model", "choose another")
+    assert (out / "model.safetensors").exists()
 
 
 def test_eval_is_the_mean_over_predicted_tokens(run: tuple[Path, Result], small_text_file: Path):
@@ -463,6 +469,7 @@ def test_eval_refuses_a_text_shorter_than_a_window(unloadable: Path, tmp_path: P
     ("options", "words"),
     [
         (["--prompt", ""], ["prompt is empty"]),
+        (["--prompt", "\udcff"], ["no text in UTF-8"]),
         (["--prompt", "a", "--temperature", -1], ["temperature -1"]),
         (["--prompt", "a", "--max-new-tokens", 0], ["max_new_tokens 0"]),
         (["--prompt", "a", "--max-new-tokens", 512], ["512", "positions"]),
@@ -515,6 +522,8 @@ def test_resume_names_what_differs_and_sees_that_weights_are_gone(
     again = ["compress", tiny_llama_dir, "--out", out, "--calibration", small_text_file, *SMALL, "--resume"]
     assert modegpt(*again, "--sparsity", 0.25).exit_code == 0
     assert_refused(modegpt(*again, "--sparsity", 0.5), "setting sparsity is 0.25, and 0.5", "--overwrite")
+    # By what was asked for, and not by what follows from it.
+    assert_refused(modegpt(*again, "--sparsity", 0.25, "--seed", 4), "setting seed is 0, and 4", "--overwrite")
     (out / "model.safetensors").unlink()
     assert_refused(modegpt(*again, "--sparsity", 0.25), "exists", "--overwrite")
 
@@ -522,6 +531,21 @@ def test_resume_names_what_differs_and_sees_that_weights_are_gone(
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture):
     emit({"a": [math.inf, {"b": math.nan}], "c": 1.5}, "-")
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {"a": [None, {"b": None}], "c": 1.5}
+
+
+def test_json_that_cannot_be_written_is_not_lost(capsys: pytest.CaptureFixture):
+    with pytest.raises(WriteError, match=r"--json '/dev/full' could not be written \(No space left on device\)"):
+        emit({"a": 1}, "/dev/full")
+    assert json.loads(capsys.readouterr().out) == {"a": 1}
+
+
+def test_warnings_of_many_layers_are_told_once():
+    layers = [f"layer {layer}, mlp: the kept moment lacks {500 + layer} of 600 ranks" for layer in range(30)]
+    assert gathered(["other", *layers, "layer 3, vo: lost"]) == [
+        "other",
+        "layer 0, mlp: the kept moment lacks 500 of 600 ranks (29 more like it, in report.json)",
+        "layer 3, vo: lost",
+    ]
 
 
 def test_names_in_brackets_are_shown_as_they_are():
@@ -717,6 +741,28 @@ def test_an_interrupt_that_a_library_turns_into_another_error_is_still_one():
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, heeded)
+
+
+def test_an_interrupt_that_is_lost_with_an_object_is_raised_again():
+    code = (
+        "import signal, time, typer\n"
+        "from modegpt.commands.shared import OneLineErrors\n"
+        "class Gone:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "group = typer.Typer(cls=OneLineErrors)\n"
+        "@group.command()\n"
+        "def work():\n"
+        "    Gone()\n"
+        "    time.sleep(60)\n"
+        "@group.command()\n"
+        "def other(): pass\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "group(['work'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 130
+    assert done.stderr.startswith("error: interrupted")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_an_interrupted_run_ends_with_one_line_and_no_result(tiny_llama_dir: Path, tmp_path: Path):

@@ -202,6 +202,7 @@ def test_a_last_step_that_fails_gives_the_old_folder_back(
     out, rename = tmp_path / "stock", Path.rename
     out.mkdir()
     (out / "own.txt").write_text("kept")
+    (out / "config.json").touch()
 
     def fail(self: Path, target: Path) -> Path:
         if self.name == "stock.exporting":

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModel,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
@@ -67,6 +68,8 @@ def test_it_is_the_compressed_language_model_among_the_same_towers(
     joined = opened(tmp_path / "joined")
     assert type(joined).__name__ == told["class"] == f"Modegpt{outer}ForConditionalGeneration"
     assert torch.equal(logits(joined), logits(compressed))
+    class_of = joined.config.auto_map["AutoModel"].rpartition(".")[2]
+    assert class_of == type(AutoModel.from_pretrained(tmp_path / "joined")).__name__
     if vision is not None:
         assert type(AutoModelForImageTextToText.from_pretrained(tmp_path / "joined")) is type(joined)
 

@@ -98,6 +98,12 @@ def check_output(
         raise InputError(f"output folder '{out}' exists; choose another, or add --overwrite to replace it")
     if path.exists() and not os.access(path, os.W_OK | os.X_OK):  # a folder that is moved must be writable itself
         raise InputError(f"output folder '{out}' cannot be written to, so it cannot be replaced: choose another")
+    own = ("config.json", REPORT_NAME, MODELING_FILE)  # a broken result may lack one of them
+    if path.is_dir() and any(path.iterdir()) and not any((path / name).exists() for name in own):
+        raise InputError(
+            f"output folder '{out}' holds other things than a model, and --overwrite would delete them: choose another "
+            "folder, or remove this one"
+        )
 
 
 def check_apart(out: Path, files: Mapping[str, Entry]) -> None:

@@ -28,6 +28,7 @@ from .commands.shared import (
     console,
     dtype_name,
     emit,
+    gathered,
 )
 from .commands.sweep import sweep
 from .config import DTYPES, MODULES, NO_RANK, CompressionConfig, check_choice, check_seed
@@ -72,7 +73,7 @@ def compress(
     *,
     config: CompressionConfig,
     resume: bool = typer.Option(False, "--resume", help="Go on with a run that was interrupted."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it exists."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it holds a model."),
     page: bool = typer.Option(False, "--report", help="Write DIR/report.html as well, see modegpt report."),
     json_file: str | None = JSON,
 ) -> None:
@@ -100,7 +101,7 @@ def compress(
     counts, share = report["parameters"], report["sparsity"]
     say(f"{counts['dense']:,} parameters became {counts['compressed']:,}, in {report['seconds']['total']:.0f} s")
     say(f"removed: {share['blocks']:.2%} of the decoder blocks, {share['total']:.2%} of the model")
-    for warning in report["warnings"]:
+    for warning in gathered(report["warnings"]):
         say(f"warning: {warning}", markup=False)
     say(f"written to {out}", markup=False, soft_wrap=True)
 
@@ -232,7 +233,7 @@ def info(
 @app.command()
 def demo(
     out: Path | None = typer.Option(None, "--out", metavar="DIR", help="Keep the compressed checkpoint there."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it exists."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it holds a model."),
     json_file: str | None = JSON,
 ) -> None:
     """Compress, evaluate and compare a small real model, with no network: a few minutes on two cores."""

@@ -739,6 +739,8 @@ def auto_map(config: PreTrainedConfig) -> dict[str, str]:
     stock = (whole or config.modegpt["architecture"])["name"]
     names = {"AutoConfig": f"{stock}Config", "AutoModel": f"{stock}Model"}
     if whole:
+        if not hasattr(transformers, f"{stock}Model"):
+            names["AutoModel"] = whole["generates"]  # Llama 4 has no class without a head
         names |= dict.fromkeys(("AutoModelForImageTextToText", "AutoModelForMultimodalLM"), whole["generates"])
     else:
         names["AutoModelForCausalLM"] = config.modegpt["architecture"].get("causal_lm") or f"{stock}ForCausalLM"

@@ -309,6 +309,7 @@ def test_the_folder_that_is_replaced_stays_until_the_new_one_is_there(
     out, rename = tmp_path / "out", Path.rename
     out.mkdir()
     (out / "old").touch()
+    (out / "config.json").touch()
 
     def stop(self: Path, target: Path) -> Path:
         if self.name == "model":

@@ -18,7 +18,7 @@ def export(
     model: str = typer.Argument(..., metavar="MODEL", help="A compressed checkpoint: folder or hub name."),
     out: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for the stock checkpoint."),
     dtype: str = typer.Option("auto", help=f"Of the written weights: {', '.join(DTYPES)}."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it exists."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it holds a model."),
     json_file: str | None = JSON,
 ) -> None:
     """Write a compressed MODEL as its dense family's stock class, for vLLM, SGLang, llama.cpp and the like."""
@@ -35,6 +35,6 @@ def export(
     if padded := sum(zeros.values()):
         where = " and ".join(f"{zeros[part]:,} in {what}" for part, what in PARTS.items() if zeros[part])
         say(f"{padded:,} of them are zeros that the compressed model does without: {where}")
-    if zeros["mlp"] or zeros["attention"]:
+    if zeros["attention"] or (zeros["mlp"] and result["narrows"]):
         say("compress with --allocation width for a model that its stock class holds without these")
     say(f"written to {out}", markup=False, soft_wrap=True)

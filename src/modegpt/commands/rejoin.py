@@ -11,7 +11,7 @@ def rejoin(
     model: str = typer.Argument(..., metavar="MODEL", help="What compress, or export, wrote: folder or hub name."),
     whole: str = typer.Option(..., "--with", metavar="WHOLE", help="The multimodal model that was compressed."),
     out: Path = typer.Option(..., "--out", metavar="DIR", help="Folder for the multimodal checkpoint."),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it exists."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace DIR if it holds a model."),
     json_file: str | None = JSON,
 ) -> None:
     """Put a compressed language MODEL back in the multimodal model WHOLE, which then sees again."""

@@ -1,19 +1,21 @@
 """What every command shares: one line for an error, one place for JSON, the checks before the work."""
 
 import os
+import re
 import signal
 import sys
+from _thread import interrupt_main
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, current_thread, main_thread
+from threading import Event, Timer, current_thread, main_thread
 from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from ..errors import InputError, ModegptError, first_line
+from ..errors import InputError, ModegptError, WriteError, first_line
 
 MODEL = typer.Argument(..., metavar="MODEL", help="Hub name, local folder or .gguf file.")
 DEVICE = typer.Option("auto", "--device", help="auto, cpu, cuda or cuda:N.")
@@ -39,6 +41,8 @@ MODEL_FILES = (
 """What a model's folder holds of the model, and not of results about it."""
 INTERRUPTED = 130
 """What shells return for a program that Ctrl-C ended."""
+RAISED_AGAIN = 0.05
+"""Seconds after which an interrupt that was lost is raised again."""
 
 
 class OneLineErrors(TyperGroup):
@@ -66,22 +70,39 @@ def _noted_interrupts() -> Iterator[Event]:
     """While the context is open, Ctrl-C also sets the event that is given.
 
     Libraries in C may swallow the interrupt that Python raises inside them, and then fail with an error of their own.
+    Where it is raised as an object is let go of, Python itself swallows it: then it is raised again, a moment later.
     """
-    noted, before = Event(), signal.getsignal(signal.SIGINT)
+    noted, before, tell = Event(), signal.getsignal(signal.SIGINT), sys.unraisablehook
 
     def note(number: int, frame: Any) -> None:
         noted.set()
         signal.default_int_handler(number, frame)
 
+    def lost(about: Any) -> None:
+        if issubclass(about.exc_type, KeyboardInterrupt):
+            Timer(RAISED_AGAIN, _interrupt).start()  # not from here, where it would be lost once more
+        else:
+            tell(about)
+
     # Where whoever called ignores it, or heeds it otherwise, it stays so; and only the main thread may change it.
     own = before is signal.default_int_handler and current_thread() is main_thread()
     if own:
         signal.signal(signal.SIGINT, note)
+        sys.unraisablehook = lost
     try:
         yield noted
     finally:
         if own:
             signal.signal(signal.SIGINT, before)
+            sys.unraisablehook = tell
+
+
+def _interrupt() -> None:
+    """Interrupt the main thread, also one that waits in C."""
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(main_thread().ident or 0, signal.SIGINT)
+    else:  # on Windows
+        interrupt_main()
 
 
 def _fail_for(problem: Exception) -> NoReturn:
@@ -206,15 +227,36 @@ def check_plot(file: Path, endings: tuple[str, ...]) -> None:
 
 
 def emit(data: dict[str, Any], file: str | None) -> None:
-    """Write JSON where `--json` says, if it says so."""
+    """Write JSON where `--json` says, if it says so.
+
+    Raises:
+        WriteError: the file cannot be written; the JSON is on standard output then, so that no result is lost.
+    """
     if file is None:
         return
     from ..checkpoint import json_text, write_json
 
     if file == "-":
         print(json_text(data))
-    else:
+        return
+    try:
         write_json(data, file)
+    except OSError as problem:
+        print(json_text(data))
+        raise WriteError(
+            f"--json '{file}' could not be written ({problem.strerror or problem}): it is on standard output"
+        ) from problem
+
+
+def gathered(warnings: Sequence[str]) -> list[str]:
+    """Return warnings for a person: of those that differ in numbers alone, as of layers, the first and their count."""
+    alike: dict[str, list[str]] = {}
+    for warning in warnings:
+        alike.setdefault(re.sub(r"\d+", "0", warning), []).append(warning)
+    return [
+        same[0] if len(same) == 1 else f"{same[0]} ({len(same) - 1} more like it, in report.json)"
+        for same in alike.values()
+    ]
 
 
 def console(json_file: str | None) -> Console:

@@ -100,6 +100,7 @@ def export_stock(name: str, out: str | Path, *, dtype: str = "auto", overwrite: 
         "class": type(stock).__name__,
         "dtype": str(stock.dtype).removeprefix("torch."),
         "mlp_width": architecture_of(stock.config).mlp_width(stock.config),
+        "narrows": _narrows(stock.config),
         "parameters": {"compressed": before, "exported": stock.num_parameters()},
         "zeros": {
             "mlp": mlp,
@@ -125,6 +126,14 @@ def zeros(stock: PreTrainedModel, layers: list[dict[str, int]]) -> tuple[int, in
         attention += cost["qk"] * (dims.d_head - 2 * layer["rope_pairs"] - layer["qk_plain"])
         attention += cost["vo"] * (dims.d_head - layer["value_dim"])
     return mlp, attention
+
+
+def _narrows(config: PreTrainedConfig) -> bool:
+    """Whether a family's config can say that its MLPs, or experts, are narrower: not BLOOM's, MPT's and Llama 4's."""
+    architecture, narrow = architecture_of(config), copy.deepcopy(config)
+    width = architecture.mlp_width(config)
+    architecture.set_mlp_width(narrow, width // 2)
+    return architecture.mlp_width(narrow) != width
 
 
 def _stock(model: PreTrainedModel, consume: bool) -> PreTrainedModel:

@@ -42,6 +42,8 @@ class Attention:
     """Of one query, over all heads, against one position."""
     window: int | None
     """Positions that a query attends to at most; None for all before it."""
+    chunked: bool = False
+    """Whether the window begins anew whenever it is full, as in Llama 4, and does not slide."""
     expansion: int = 0
     """Of making keys and values of one position's latents, where the cache holds these."""
 
@@ -50,12 +52,17 @@ class Attention:
 
         Those of its own latents are among its linear layers'.
         """
+        if self.chunked and self.window:
+            context = (context - 1) % self.window + 1
         seen = min(context, self.window or context)
         return self.macs * seen + self.expansion * (seen - 1)
 
     def attended_by_all(self, n_tokens: int) -> int:
         """Return the MACs of `n_tokens` tokens, each attending to itself and those before it."""
         full = min(n_tokens, self.window or n_tokens)
+        if self.chunked:
+            chunks, rest = divmod(n_tokens, full)
+            return self.macs * (chunks * full * (full + 1) + rest * (rest + 1)) // 2
         return self.macs * (full * (full + 1) // 2 + (n_tokens - full) * full)
 
 
@@ -122,14 +129,20 @@ def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ..
     if latent:
         queries = [getattr(module, "q_proj", None) or module.q_b_proj for module in latent]
         return tuple(
-            Attention(query.weight.shape[0] + module.o_proj.weight.shape[1], None, module.kv_b_proj.weight.numel())
+            Attention(
+                query.weight.shape[0] + module.o_proj.weight.shape[1], None, expansion=module.kv_b_proj.weight.numel()
+            )
             for query, module in zip(queries, latent, strict=True)
         )
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads_per_layer", None) or [config.num_attention_heads] * len(layers)
+    kinds = getattr(config, "layer_types", None) or [""] * len(layers)
+    chunked = ["chunked" in kind for kind in kinds] if len(kinds) == len(layers) else [False] * len(layers)
     return tuple(
-        Attention(n_heads * (layer.keys.shape[-1] + layer.values.shape[-1]), getattr(layer, "sliding_window", None))
-        for n_heads, layer in zip(heads, layers, strict=True)
+        Attention(
+            n_heads * (layer.keys.shape[-1] + layer.values.shape[-1]), getattr(layer, "sliding_window", None), in_chunks
+        )
+        for n_heads, layer, in_chunks in zip(heads, layers, chunked, strict=True)
     )
 
 

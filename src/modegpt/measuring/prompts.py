@@ -22,11 +22,13 @@ def encode(tokenizer: Any, prompt: str, config: Any, new_tokens: int, chat: bool
         What a tokenizer gives, `input_ids` of shape `(1, tokens)` among it.
 
     Raises:
-        InputError: the prompt is empty or has no tokens, the template is missing or fails, a token is outside the
-            vocabulary, or the model has too few positions.
+        InputError: the prompt is empty or no text, has no tokens, the template is missing or fails, a token is outside
+            the vocabulary, or the model has too few positions.
     """
     if not prompt:
         raise InputError("the prompt is empty; give some text to continue")
+    if any("\ud800" <= letter <= "\udfff" for letter in prompt):  # what Python makes of bytes that are no text
+        raise InputError("the prompt is no text in UTF-8; give it in that encoding")
     inputs = _in_template(tokenizer, prompt) if chat else _plain(tokenizer, prompt)
     ids, vocabulary = inputs["input_ids"], config.get_text_config().vocab_size
     if not ids.numel():

@@ -9,6 +9,7 @@ replaces) and `replaced/` (the same, once it is to be removed). Every file appea
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -255,12 +256,17 @@ class PartialCheckpoint:
 
 def check_fingerprint(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
     """Raise `InputError` naming the first field in which an unfinished run differs from the one asked for."""
-    for name in sorted(found.keys() | wanted.keys()):
+    # Settings before what follows from them, of which a hash alone is known: another seed draws other tokens.
+    for name in sorted(found.keys() | wanted.keys(), key=lambda name: (_is_hash(found.get(name)), name)):
         if found.get(name) != wanted.get(name):
             raise InputError(
                 f"'{where}' holds another run: its {name} is {_short(found.get(name))}, and {_short(wanted.get(name))} "
                 "was asked for; give the same settings, or discard it with --overwrite"
             )
+
+
+def _is_hash(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def finished_report(out: Path, fingerprint: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
