@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.models.glm4v.modeling_glm4v import Glm4vTextRotaryEmbedding
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 import modegpt
@@ -183,6 +184,23 @@ def test_tables_by_axes_are_those_of_a_newer_transformers():
     by_axis = torch.cat((angles, angles), dim=-1).cos()
     assert by_axis.shape == (3, *expected.shape)
     torch.testing.assert_close(_one_axis(by_axis, config.rope_parameters["mrope_section"]), expected, rtol=0, atol=1e-6)
+
+
+def test_tables_that_an_older_transformers_does_not_interleave_are_read_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In 5.16 GLM 4.1V's have each number of all pairs once, and then once more."""
+    small, dense, compressed = files(multimodal("Glm4v", "Glm4vTextConfig", None), tmp_path)
+    rejoin(small, dense, tmp_path / "joined")
+
+    def older(rotary: Any, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids.expand(3, -1, -1)[0, ..., None].float() * rotary.inv_freq
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos().to(states.dtype), both.sin().to(states.dtype)
+
+    monkeypatch.setattr(Glm4vTextRotaryEmbedding, "forward", older)
+    monkeypatch.delattr(Glm4vTextRotaryEmbedding, "recomposition_frequencies")
+    assert torch.equal(logits(opened(tmp_path / "joined")), logits(compressed))
 
 
 def test_transformers_alone_opens_it(tmp_path: Path):

@@ -483,7 +483,9 @@ class CompressedModel(_ModelBase):
             rotary.__class__ = compressed_rotary_class(type(rotary))
             rotary._indices = _Buffers(attention._buffers for attention in attentions)
             rotary._sines_first = bool(description["architecture"].get("sines_first"))
-            rotary._interleaved = bool(description.get("multimodal", {}).get("interleaved_tables"))
+            # By this method, which GLM 4.1V lacks in transformers 5.16.
+            interleaves = hasattr(rotary, "recomposition_frequencies")
+            rotary._interleaved = interleaves and bool(description.get("multimodal", {}).get("interleaved_tables"))
             for place, attention in enumerate(attentions):
                 attention._place = place
 
