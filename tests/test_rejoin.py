@@ -255,6 +255,12 @@ def edited(source: str, target: Path, **changes: Any) -> None:
     (target / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+def with_weight(folder: Path) -> None:
+    """Add a weight to a model that its class has no place for."""
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), "model.more": torch.zeros(1)}, file, {"format": "pt"})
+
+
 def without_weight(source: str, target: Path, end: str = "layers.1.mlp.up_proj.weight") -> None:
     """Write a model again, without a weight of it."""
     shutil.copytree(source, target)
@@ -337,6 +343,7 @@ def test_both_may_be_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.Monkey
         ("small", "quantized", "'.*quantized' is quantized"),
         ("headed", "whole", "was saved as a ModegptLlamaForSequenceClassification, and a ModegptLlamaForCausalLM"),
         ("short", "whole", "model '.*short' is broken: the files in .* lack the weight '.*up_proj.weight'"),
+        ("long-stock", "whole", "model '.*long-stock' holds 'model.more', which has no place in its class"),
         ("short-stock", "whole", "model '.*short-stock' is broken: its shards store '.*up_proj.weight' under another"),
         ("undescribed", "whole", "the key 'modegpt' in the config of '.*undescribed' is broken"),
         ("adapted", "whole", "model '.*adapted' has an adapter beside its weights"),
@@ -352,6 +359,7 @@ def test_what_does_not_belong_together_is_refused(model: str, whole: str, reason
         "headed": lambda path: headed(small).save_pretrained(path),
         "short": lambda path: without_weight(small, path),
         "short-stock": lambda path: (export_stock(small, f"{path}-whole"), without_weight(f"{path}-whole", path)),
+        "long-stock": lambda path: (export_stock(small, path), with_weight(path)),
         "undescribed": lambda path: edited(small, path, modegpt={"version": 1, "layers": [{}]}),
         "adapted": lambda path: (shutil.copytree(small, path), (path / "adapter_config.json").write_text("{}")),
         "wider": lambda path: multimodal(*LLAVA, sizes={"hidden_size": 48}).save_pretrained(path),

@@ -34,7 +34,7 @@ from ..inspection import describe
 from ..loading.models import outer_config, quietly
 from ..loading.places import check_no_adapter, files_beside, local_folder
 from ..loading.shards import open_shards
-from ..loading.stored_tensors import read_stored, stored_dtype
+from ..loading.stored_tensors import left_over, read_stored, stored_dtype
 from ..modeling_modegpt import MODEL_TYPE_PREFIX, PREFIX, auto_map, compressed_class
 from .appearing import appearing, writing
 from .towers import Towers
@@ -200,11 +200,13 @@ def _language_model(name: str, folder: Path, config: PreTrainedConfig, dtype: to
     """Return the tensors of an export by the names of its modules, in which experts are fused that files hold apart.
 
     Raises:
-        InputError: a weight is missing, or of another shape than the config says.
+        InputError: a weight is missing, has no place, or is of another shape than the config says.
     """
     opened = open_shards(folder, copy.deepcopy(config), dtype, torch.device("cpu"), None)
     if isinstance(opened, str):
         raise InputError(f"model '{name}' is broken: {opened}; export it again")
+    if rest := left_over(opened.files, opened.model):
+        raise InputError(f"model '{name}' holds '{rest[0]}', which has no place in its class: export it again")
     return opened.whole()
 
 
