@@ -25,7 +25,7 @@ test-oldest: $(READY) $(OLDEST)/.ready
 	PYTHONPATH="$(CURDIR)/$(OLDEST)" ONE_OF_EACH_ATTENTION=1 OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile \
 		tests/conformance/test_generation.py tests/conformance/test_checkpoints.py tests/conformance/test_run.py \
-		tests/test_decoding.py tests/test_rejoin.py tests/formats/test_text_part.py
+		tests/test_decoding.py tests/test_rejoin.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

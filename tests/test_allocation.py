@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -484,6 +485,17 @@ def test_width_in_multiples_says_what_it_removes():
     ]
     # 0.2 of the blocks are 0.2/0.75 of the MLPs: 1126 of 1536 neurons would stay, and 1024 is the nearest multiple.
     assert result.sparsities == pytest.approx([share] * 30)
+
+
+@pytest.mark.parametrize("sparsity", [1e-9, 1e-5, 0.0123])
+def test_ranks_rounded_up_to_all_there_is_are_told_in_digits_that_tell_them_apart(sparsity: float):
+    """An MLP of 16 neurons has no step below a sixteenth, so that nothing is removed."""
+    size = llama(64, 16, 8, 2)
+    (told,) = allocate("uniform", [size] * 2, sparsity).warnings
+    wanted = 100 * sparsity * (size.total - 2 * 64) / size.total  # without the norms
+    found = re.search(r": 0\.00% of the blocks' parameters are removed and not ([\d.e-]+)%;", told)
+    assert found is not None
+    assert float(found[1]) == pytest.approx(wanted, rel=0.05)  # half a unit of the second digit, at most
 
 
 def test_width_leaves_alone_what_must_stay_whole():

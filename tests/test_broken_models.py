@@ -127,6 +127,16 @@ def test_a_broken_tokenizer_is_one_line(model: Path):
         open_tokenizer(str(model))
 
 
+@pytest.mark.parametrize("command", ["eval", "info", "plan", "report"])
+def test_a_config_that_is_cut_off_is_named_by_each_command(model: Path, command: str):
+    """`eval` laid it at the tokenizer's door, `info` and `report` took it for that of a dense model."""
+    config = model / "config.json"
+    config.write_text(config.read_text()[:40])
+    answer = modegpt(command, model)
+    assert_refused(answer, "config.json", "valid JSON")
+    assert "tokenizer" not in answer.stderr
+
+
 def test_an_adapter_beside_a_model_is_not_taken_for_the_model_nor_left_out(model: Path):
     """transformers would load it into the model, where a run that reads the files knows nothing of it."""
     peft = pytest.importorskip("peft")

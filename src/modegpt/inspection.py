@@ -112,10 +112,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise InputError(f"folder '{path}' has no config.json; give a folder that modegpt compress wrote")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise InputError(f"'{file}' is no valid JSON ({problem}): the checkpoint is broken") from problem
+    try:
         compressed = isinstance(config["modegpt"]["layers"], list)
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         compressed = False
-        config = {}
     if not compressed:
         raise InputError(f"folder '{path}' is not a compressed checkpoint; give a folder that modegpt compress wrote")
     return config

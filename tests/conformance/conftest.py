@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .families import FAMILIES, VOCAB, Family, one_of_each_attention
+from .families import FAMILIES, VOCAB, Family, covering, covering_attention, one_of_each_attention
 from .helpers import compressed_from
 
 
@@ -51,6 +51,10 @@ attending = each_of(family.name for family in FAMILIES if not family.architectur
 """Those whose compressed attention runs in place of the stock one."""
 one_attending = each_of(one_of_each_attention())
 """Those of them in which it runs each in a way of its own."""
+covered = each_of(covering())
+"""Those that have each trait between them: for what libraries do with any model alike."""
+covered_attending = each_of(covering_attention())
+"""Those of them whose compressed attention runs."""
 
 
 @pytest.fixture(scope="session")

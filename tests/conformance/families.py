@@ -1096,6 +1096,19 @@ FAMILIES = [
 
 ONE_OF_EACH = "ONE_OF_EACH_ATTENTION"
 """The environment variable with which the suite runs those families alone."""
+EVERY_FAMILY = "EVERY_FAMILY"
+"""The environment variable with which all families stand for `covering`: for a new one, and before a release."""
+
+
+def attention_way(family: Family) -> dict[str, Any]:
+    """Return what decides which lines of the compressed attention a family runs; nothing where the stock one runs."""
+    if family.architecture.whole_attention:
+        return {}
+    described, dims = ATTENTION_DEFAULTS | family.architecture.describe(), family.dims
+    way: dict[str, Any] = {name: described[name] for name in (*ATTENTION_DEFAULTS, "scale_query")}
+    way |= {f"{role} is query": described["query"] == described[role] for role in ("key", "value")}
+    way |= {"no rotation": dims.rotary_dim == 0, "whole rotation": dims.rotary_dim == dims.d_head}
+    return way | {"layer types": sorted(set(getattr(family.config(), "layer_types", None) or []))}
 
 
 @cache
@@ -1106,19 +1119,58 @@ def one_of_each_attention() -> tuple[str, ...]:
     """
     first: dict[str, str] = {}
     for family in FAMILIES:
-        if family.architecture.whole_attention:
-            continue
-        described, dims = ATTENTION_DEFAULTS | family.architecture.describe(), family.dims
-        way = [described[name] for name in (*ATTENTION_DEFAULTS, "scale_query")]
-        way += [described["query"] == described[role] for role in ("key", "value")]
-        way += [dims.rotary_dim == 0, dims.rotary_dim == dims.d_head]
-        way += [sorted(set(getattr(family.config(), "layer_types", None) or []))]
-        first.setdefault(repr(way), family.name)
+        if way := attention_way(family):
+            first.setdefault(repr(way), family.name)
     return tuple(first.values())
+
+
+def traits(family: Family) -> set[str]:
+    """Return what sets a family apart from others once it is compressed: of its attention, and of its block."""
+    architecture, config = family.architecture, family.config()
+    described = architecture.describe()
+    block = {
+        "whole attention": architecture.whole_attention,
+        "mixers": architecture.mixers,
+        "query": described["query"].rpartition(".")[2],
+        "down": described["down"].rpartition(".")[2],
+        "experts": bool(architecture.experts),
+        "experts alone": bool(architecture.experts) and architecture.whole_attention,
+        "inputs of the down projection": len(described["up"]),
+        "gate and up in one": len(described["up"]) > len(set(described["up"])),
+        "hands on": architecture.hands_on,
+        "parallel": architecture.parallel,
+        "what is added": (architecture.adds_mlp, bool(architecture.mlp_norm), architecture.mlp_factor == 1),
+        "class": "causal_lm" in described,
+        "tied": config.tie_word_embeddings,
+    }
+    return {f"{name}: {value!r}" for name, value in (attention_way(family) | block).items()}
+
+
+@cache
+def covering() -> tuple[str, ...]:
+    """Return families that have each trait of any between them: some two dozen, found greedily.
+
+    For what the libraries around do with a model (they copy, save, place, train and wrap it), which knows no family.
+    """
+    if os.environ.get(EVERY_FAMILY):
+        return tuple(family.name for family in FAMILIES)
+    having = {family.name: traits(family) for family in FAMILIES}
+    left, chosen = set[str]().union(*having.values()), set[str]()
+    while left:
+        chosen.add(best := max(having, key=lambda name: len(having[name] & left)))
+        left -= having[best]
+    return tuple(name for name in having if name in chosen)
+
+
+@cache
+def covering_attention() -> tuple[str, ...]:
+    """Return those of them whose compressed attention runs: every trait of it, but not every combination."""
+    return tuple(name for name in covering() if attention_way(next(f for f in FAMILIES if f.name == name)))
 
 
 if os.environ.get(ONE_OF_EACH):
     FAMILIES = [family for family in FAMILIES if family.name in one_of_each_attention()]
+    one_of_each_attention.cache_clear()
 
 
 def tokens(rows: int = 2, length: int = 20, seed: int = 1) -> Tensor:

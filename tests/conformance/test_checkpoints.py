@@ -158,28 +158,28 @@ def test_bfloat16_keeps_the_rotary_numbers_whole(pair: Pair, folders: dict[str, 
 
 
 @pytest.mark.parametrize("placement", ["auto", {"": "cpu"}])
-def test_device_map(pair: Pair, folders: dict[str, Path], placement):
-    loaded = AutoModelForCausalLM.from_pretrained(folders[pair.family.name], device_map=placement)
+def test_device_map(covered: Pair, folders: dict[str, Path], placement):
+    loaded = AutoModelForCausalLM.from_pretrained(folders[covered.family.name], device_map=placement)
     device = next(loaded.parameters()).device
     with torch.no_grad():
         result = loaded(tokens().to(device)).logits.cpu()
         # The same operations on the CPU; another device sums in another order, at float32's 1e-7 of logits near 100.
         torch.testing.assert_close(
-            result, pair.compressed(tokens()).logits, rtol=0, atol=0 if device.type == "cpu" else 1e-3
+            result, covered.compressed(tokens()).logits, rtol=0, atol=0 if device.type == "cpu" else 1e-3
         )
 
 
-def test_sharded_files(pair: Pair, tmp_path: Path):
-    pair.compressed.save_pretrained(tmp_path, max_shard_size="20KB")
+def test_sharded_files(covered: Pair, tmp_path: Path):
+    covered.compressed.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     describe(tmp_path)  # finds every weight, whatever a family's files call it
     with torch.no_grad():
-        expected = pair.compressed(tokens()).logits
+        expected = covered.compressed(tokens()).logits
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(tokens()).logits, expected)
 
 
-def test_the_base_model_saves_and_loads_alone(pair: Pair, folders: dict[str, Path], tmp_path: Path):
-    base = AutoModel.from_pretrained(folders[pair.family.name])
+def test_the_base_model_saves_and_loads_alone(covered: Pair, folders: dict[str, Path], tmp_path: Path):
+    base = AutoModel.from_pretrained(folders[covered.family.name])
     base.save_pretrained(tmp_path)
     describe(tmp_path)  # whose names have no prefix
     with torch.no_grad():
@@ -188,8 +188,8 @@ def test_the_base_model_saves_and_loads_alone(pair: Pair, folders: dict[str, Pat
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(base).__name__]
 
 
-def test_saving_into_the_folder_it_came_from(pair: Pair, folders: dict[str, Path], tmp_path: Path):
-    shutil.copytree(folders[pair.family.name], tmp_path / "model")
+def test_saving_into_the_folder_it_came_from(covered: Pair, folders: dict[str, Path], tmp_path: Path):
+    shutil.copytree(folders[covered.family.name], tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     AutoModelForCausalLM.from_pretrained(tmp_path / "model").save_pretrained(tmp_path / "model")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before

@@ -40,9 +40,9 @@ class Rows(Dataset):
 
 
 @pytest.mark.parametrize("auto", HEADS, ids=lambda auto: auto.__name__)
-def test_other_heads_read_the_compressed_model(pair: Pair, folders: dict[str, Path], auto: Any, tmp_path: Path):
-    folder, ids = folders[pair.family.name], tokens(rows=2, length=9)
-    if type(pair.compressed.config) not in auto._model_mapping:
+def test_other_heads_read_the_compressed_model(covered: Pair, folders: dict[str, Path], auto: Any, tmp_path: Path):
+    folder, ids = folders[covered.family.name], tokens(rows=2, length=9)
+    if type(covered.compressed.config) not in auto._model_mapping:
         pytest.skip("transformers has no such head for the family, or one that reads no causal checkpoint")
     model = auto.from_pretrained(folder).eval()
     expected = AutoModel.from_pretrained(folder).eval()(ids).last_hidden_state
@@ -56,7 +56,7 @@ def test_other_heads_read_the_compressed_model(pair: Pair, folders: dict[str, Pa
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
-def test_the_trainer_shifts_labels_when_it_smooths_them(pair: Pair, tmp_path: Path):
+def test_the_trainer_shifts_labels_when_it_smooths_them(covered: Pair, tmp_path: Path):
     """With a smoothing that rounds to nothing, its own loss is to the model's what it is for the dense model.
 
     That is the same but for GPT-2, where it counts the last label, too.
@@ -69,7 +69,7 @@ def test_the_trainer_shifts_labels_when_it_smooths_them(pair: Pair, tmp_path: Pa
     ratios = [
         Trainer(model=model, args=arguments, eval_dataset=Rows(ids)).evaluate()["eval_loss"]
         / model(ids, labels=ids).loss.item()
-        for model in (pair.compressed, pair.dense)
+        for model in (covered.compressed, covered.dense)
     ]
     assert ratios[0] == pytest.approx(ratios[1], rel=1e-5)
 

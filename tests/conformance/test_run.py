@@ -110,12 +110,12 @@ def test_a_run_scores_attention_and_mlp_and_meets_the_budget(pair: Pair):
         torch.testing.assert_close(scores, torch.tensor(expected_scores(pair)), rtol=0, atol=1e-5)
 
 
-def test_a_run_allocates_by_the_damage_of_every_module(pair: Pair):
+def test_a_run_allocates_by_the_damage_of_every_module(covered: Pair):
     config = CompressionConfig(sparsity=0.05, allocation="error", batch_size=4)
-    report = compress(pair.dense, WINDOWS, config).modegpt_report
-    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=allowed_miss(pair, 0.05))
+    report = compress(covered.dense, WINDOWS, config).modegpt_report
+    assert report["sparsity"]["blocks"] == pytest.approx(0.05, abs=allowed_miss(covered, 0.05))
     for layer, damages in enumerate(report["allocation"]["scores"]):
-        whole = pair.family.whole_in(layer)
+        whole = covered.family.whole_in(layer)
         assert all((damage == 0) == (module in whole) for module, damage in zip(MODULES, damages, strict=True))
 
 

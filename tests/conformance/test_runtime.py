@@ -24,14 +24,14 @@ def logits(model, ids):
         return model(ids).logits
 
 
-def test_copy_and_pickle(pair: Pair):
-    expected = logits(pair.compressed, tokens())
-    for again in (copy.deepcopy(pair.compressed), pickle.loads(pickle.dumps(pair.compressed))):
-        assert type(again) is type(pair.compressed)
+def test_copy_and_pickle(covered: Pair):
+    expected = logits(covered.compressed, tokens())
+    for again in (copy.deepcopy(covered.compressed), pickle.loads(pickle.dumps(covered.compressed))):
+        assert type(again) is type(covered.compressed)
         assert torch.equal(logits(again, tokens()), expected)
         with torch.no_grad():
             next(again.parameters()).add_(1.0)
-        assert torch.equal(logits(pair.compressed, tokens()), expected), "the copy shares its weights"
+        assert torch.equal(logits(covered.compressed, tokens()), expected), "the copy shares its weights"
 
 
 def test_a_copy_decodes_by_its_own_rotary_numbers(pairs: dict[str, Pair]):
@@ -70,13 +70,13 @@ def test_a_pickle_opens_in_a_fresh_process(pairs: dict[str, Pair], tmp_path: Pat
     run_python("-c", code, tmp_path / "m", cache=tmp_path)
 
 
-def test_compiles_to_one_graph(one_attending: Pair):
+def test_compiles_to_one_graph(covered_attending: Pair):
     """The `eager` backend traces as any other and breaks at the same places, without the minutes of code generation."""
     torch._dynamo.reset()
-    model = one_attending.compressed
+    model = covered_attending.compressed
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="eager")
     # A second length is traced anew with a symbolic one, which takes as long again: for one family.
-    for ids in (tokens(), tokens(length=11))[: 2 if one_attending.family.name == "llama-grouped" else 1]:
+    for ids in (tokens(), tokens(length=11))[: 2 if covered_attending.family.name == "llama-grouped" else 1]:
         # Float32 rounding of logits of size 100, should the graph's order of operations differ.
         torch.testing.assert_close(logits(compiled, ids), logits(model, ids), rtol=0, atol=1e-3)
 
@@ -97,9 +97,9 @@ def test_decoding_with_a_static_cache_compiles_to_one_graph(pairs: dict[str, Pai
             torch.testing.assert_close(*results, rtol=0, atol=1e-3)  # as above
 
 
-def test_a_moved_model_takes_its_rotary_numbers_along(pair: Pair):
+def test_a_moved_model_takes_its_rotary_numbers_along(covered: Pair):
     """Every tensor of the model is a parameter or a buffer, so `.to` and `.half` reach all and leave integers whole."""
-    model = copy.deepcopy(pair.compressed).to("meta")
+    model = copy.deepcopy(covered.compressed).to("meta")
     assert {tensor.device.type for tensor in (*model.parameters(), *model.buffers())} == {"meta"}
     loose = [
         (name, key)
@@ -110,17 +110,17 @@ def test_a_moved_model_takes_its_rotary_numbers_along(pair: Pair):
         and key != "original_inv_freq"
     ]
     assert loose == []
-    whole = copy.deepcopy(pair.compressed).half()
+    whole = copy.deepcopy(covered.compressed).half()
     assert all(not buffer.is_floating_point() for name, buffer in whole.named_buffers() if name.endswith("rope_index"))
 
 
-def test_pipeline(pair: Pair, tokenizer):
+def test_pipeline(covered: Pair, tokenizer):
     """The text pipeline, which looks at the class's name and config, generates what the model does."""
-    run = pipeline("text-generation", model=pair.compressed, tokenizer=tokenizer)
+    run = pipeline("text-generation", model=covered.compressed, tokenizer=tokenizer)
     text = " ".join(f"w{number}" for number in range(5, 14))
     ids = torch.tensor([tokenizer(text)["input_ids"]])
     generated = run(text, max_new_tokens=5, do_sample=False, return_tensors=True)[0]["generated_token_ids"]
-    assert generated == greedy(pair.compressed, ids, 5)[0].tolist()
+    assert generated == greedy(covered.compressed, ids, 5)[0].tolist()
 
 
 def test_a_continuous_batch_gives_the_same_tokens(pairs: dict[str, Pair]):

@@ -1,5 +1,7 @@
 """Answers scored after a context that ran once have the scores of full forward passes."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import Lfm2Config, Lfm2ForCausalLM, Phi3Config
@@ -24,9 +26,17 @@ def alone(model, context: list[int], answer: list[int]) -> tuple[float, bool]:
     return likelihood, logs.argmax(-1).tolist() == answer
 
 
-@pytest.mark.parametrize("which", ["dense", "compressed"])
-def test_scores_are_those_of_full_passes(pair: Pair, which: str, monkeypatch: pytest.MonkeyPatch):
-    model = in_float64(getattr(pair, which))
+def test_scores_are_those_of_full_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    scores_are_those_of_full_passes(pair, pair.dense, monkeypatch)
+
+
+def test_scores_of_a_compressed_model_are_those_of_full_passes(one_attending: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Where the stock attention runs its cache is the stock one."""
+    scores_are_those_of_full_passes(one_attending, one_attending.compressed, monkeypatch)
+
+
+def scores_are_those_of_full_passes(pair: Pair, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = in_float64(model)
     if pair.dense._is_stateful or pair.family.architecture.mixers:
         assert not takes_part(model)
         pytest.skip("a state that only moves on cannot be shared")

@@ -45,8 +45,8 @@ def train(model, steps: int = 3) -> list[float]:
     return losses
 
 
-def test_every_parameter_has_a_gradient_and_checkpointing_does_not_change_it(pair: Pair):
-    model = copy.deepcopy(pair.compressed).train()
+def test_every_parameter_has_a_gradient_and_checkpointing_does_not_change_it(covered: Pair):
+    model = copy.deepcopy(covered.compressed).train()
     for module in model.modules():
         # Dropout (OPT's default is 0.1) draws its masks anew in each run.
         if isinstance(module, nn.Dropout):
@@ -63,8 +63,8 @@ def test_every_parameter_has_a_gradient_and_checkpointing_does_not_change_it(pai
         torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-5 * plain[name].abs().max().item())
 
 
-def test_full_fine_tuning_lowers_the_loss_and_is_saved(pair: Pair, tmp_path: Path):
-    model = copy.deepcopy(pair.compressed)
+def test_full_fine_tuning_lowers_the_loss_and_is_saved(covered: Pair, tmp_path: Path):
+    model = copy.deepcopy(covered.compressed)
     losses = train(model)
     assert losses[-1] < losses[0]
     model.save_pretrained(tmp_path)
@@ -72,24 +72,24 @@ def test_full_fine_tuning_lowers_the_loss_and_is_saved(pair: Pair, tmp_path: Pat
         assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(BATCH).logits, model(BATCH).logits)
 
 
-def test_lora(pair: Pair, folders: dict[str, Path], tmp_path: Path):
+def test_lora(covered: Pair, folders: dict[str, Path], tmp_path: Path):
     """Of every projection."""
-    architecture = pair.family.architecture
-    linears = architecture.linears(decoder_layers(pair.compressed, architecture.describe())[0])
-    modules = sorted({n.rsplit(".")[-1] for n, module in pair.compressed.named_modules() if module in linears})
+    architecture = covered.family.architecture
+    linears = architecture.linears(decoder_layers(covered.compressed, architecture.describe())[0])
+    modules = sorted({n.rsplit(".")[-1] for n, module in covered.compressed.named_modules() if module in linears})
     targets: dict[str, Any] = {"target_modules": modules}
     if not modules:  # there are experts alone, whose fused weights are no modules
         targets = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **targets)
-    train_and_merge(pair, folders[pair.family.name], settings, tmp_path)
+    train_and_merge(covered, folders[covered.family.name], settings, tmp_path)
 
 
-def test_lora_of_what_peft_takes_by_default(one_attending: Pair, folders: dict[str, Path], tmp_path: Path):
+def test_lora_of_what_peft_takes_by_default(covered: Pair, folders: dict[str, Path], tmp_path: Path):
     """What that is, every family is asked below."""
-    if one_attending.dense.config.model_type not in LORA_DEFAULTS:
+    if covered.dense.config.model_type not in LORA_DEFAULTS:
         pytest.skip("PEFT has no defaults for the dense family")
     settings = peft.LoraConfig(r=2, task_type="CAUSAL_LM")
-    train_and_merge(one_attending, folders[one_attending.family.name], settings, tmp_path)
+    train_and_merge(covered, folders[covered.family.name], settings, tmp_path)
 
 
 def adapted(model: Any) -> set[str]:

@@ -75,8 +75,8 @@ def evaluate(
     seen = list(dict.fromkeys(text for model in models for text in seen_text(calibrated_on(model) or "", data)))
     with ProgressBar("reading tasks and texts") as progress:
         opened = open_tasks([name for part in tasks for name in names(part)]) if tasks else []
+        outer = {model: outer_config(model) for model in models}  # first: a tokenizer is found by its config
         tokenizers = {model: open_tokenizer(model) for model in models}
-        outer = {model: outer_config(model) for model in models}
         configs = {model: text_part(config) for model, config in outer.items()}
         # One number for all models, so that their figures compare.
         window = common_window(list(configs.values()), seq_len) if data else 0

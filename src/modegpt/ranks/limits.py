@@ -47,6 +47,11 @@ def impossible(
     )
 
 
+def share(part: float) -> str:
+    """Return a share in per cent with two decimals, or, below them, with two significant digits."""
+    return f"{part:.2%}" if part == 0 or part >= 1e-4 else f"{100 * part:.2g}%"
+
+
 def missed(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], budget: float, allowed: float) -> list[str]:
     """Say that ranks on a coarse grid miss the budget by more than is allowed."""
     removed = sum(size.removed(chosen) for size, chosen in zip(sizes, ranks, strict=True))
@@ -54,8 +59,8 @@ def missed(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], budget:
         return []
     total = sum(size.total for size in sizes)
     return [
-        f"multiples this wide cannot meet the budget: {removed / total:.2%} of the blocks' parameters are removed and "
-        f"not {budget / total:.2%}"
+        f"multiples this wide cannot meet the budget: {share(removed / total)} of the blocks' parameters are removed "
+        f"and not {share(budget / total)}"
     ]
 
 
@@ -66,8 +71,8 @@ def rounded_away(sizes: Sequence[LayerSizes], ranks: Sequence[dict[str, int]], w
         return []
     total = sum(size.total for size in sizes)
     return [
-        f"ranks are rounded up to whole steps, which are wide here: {removed / total:.2%} of the blocks' parameters "
-        f"are removed and not {wanted / total:.2%}; every other allocation rounds to the nearest"
+        f"ranks are rounded up to whole steps, which are wide here: {share(removed / total)} of the blocks' "
+        f"parameters are removed and not {share(wanted / total)}; every other allocation rounds to the nearest"
     ]
 
 
