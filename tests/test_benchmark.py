@@ -321,7 +321,9 @@ def test_decoding_is_counted_halfway():
     assert row["models"]["model"]["decode_macs"] == 2 * costs["model"].decode_macs(halfway)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "minicpm3", "glm4_moe_lite", "phimoe", "laguna"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "glm4_moe_lite", "phimoe", "laguna"]
+)
 @torch.no_grad()
 def test_a_decoding_step_is_what_torch_counts(name: str):
     """Latents are expanded at each step, layers have heads of their own, and a router returns several tensors."""

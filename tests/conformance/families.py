@@ -23,6 +23,7 @@ from transformers import (
     CwmConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -315,7 +316,8 @@ class Family:
     def n_attentions(self) -> int:
         """Layers with attention."""
         kinds = getattr(self.config(), "layer_types", None) or ["full_attention"] * self.dims.n_layers
-        return sum(kind in ("full_attention", "sliding_attention", "chunked_attention", "hybrid") for kind in kinds)
+        attending = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "hybrid")
+        return sum(kind in attending for kind in kinds)
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -609,6 +611,15 @@ FAMILIES = [
     Family(
         "deepseek_v3",
         lambda: DeepseekV3Config(**SIZES, **LATENT),
+        whole=("qk", "vo"),
+        whole_mlps=(0,),
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
+    Family(
+        "deepseek_v32",
+        # Keys that share a score of 0 are picked as rounding has it: here all of them are.
+        lambda: DeepseekV32Config(**SIZES, **LATENT, index_topk=64, index_head_dim=16, index_n_heads=2),
         whole=("qk", "vo"),
         whole_mlps=(0,),
         exact=ROUTED,

@@ -56,6 +56,8 @@ def test_the_cache_holds_as_many_numbers_a_token_as_is_told(pair: Pair):
         # Convolutions and states of linear attention do not grow with the text.
         attending = [layer for layer in layers if isinstance(getattr(layer, "keys", None), torch.Tensor)]
         found = sum(part[0, :, 0].numel() for layer in attending for part in (layer.keys, layer.values))
+        picking = [getattr(layer, "indexer_keys", None) for layer in attending]
+        found += sum(keys[0, 0].numel() for keys in picking if keys is not None)
         assert found == told[name], name
 
 

@@ -26,9 +26,10 @@ def gradients(model) -> dict[str, torch.Tensor]:
     model.zero_grad()
     torch.manual_seed(0)  # PhiMoE draws the experts of its tokens
     model(BATCH, labels=BATCH).loss.backward()
-    # The correction of a choice of experts is learned otherwise.
+    # The correction of a choice of experts is learned otherwise, and so is what picks the keys to attend to.
     corrections = ("e_score_correction_bias", "expert_bias")
-    learned = {n: p for n, p in model.named_parameters() if p.requires_grad and not n.endswith(corrections)}
+    own = {n: p for n, p in model.named_parameters() if not n.endswith(corrections) and ".indexer." not in n}
+    learned = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
     return {name: parameter.grad for name, parameter in learned.items()}
 
 

@@ -11,7 +11,7 @@ from .arcee import ARCEE
 from .bloom import BLOOM
 from .cohere import COHERE, COHERE2, COHERE2_MOE
 from .cwm import CWM
-from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32
 from .dimensions import Dimensions
 from .dots1 import DOTS1
 from .ernie import ERNIE4_5, ERNIE4_5_MOE
@@ -141,6 +141,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         GPT_OSS,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        DEEPSEEK_V32,
         KIMI_LINEAR,
         LING_3,
         DOTS1,

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3."""
+"""DeepSeek V2 to V3.2."""
 
 from dataclasses import replace
 
@@ -27,4 +27,12 @@ DEEPSEEK_V3 = replace(
     buffers=("mlp.gate.e_score_correction_bias",),
     float32=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
     notes="DeepSeek V3 and R1; as `deepseek_v2`",
+)
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    name="DeepseekV32",
+    also_cached=("indexer.wk",),  # keys by which the keys to attend to are picked
+    notes="DeepSeek V3.2; as `deepseek_v2`; the indexers stay whole, too",
 )

@@ -149,6 +149,8 @@ class Architecture:
     """Arguments of a block that every token has of its own, beside its hidden state: `(batch, tokens, width)` each."""
     hands_on: bool = False
     """Whether blocks read the keys and values of earlier ones, which these put into a mapping that is an argument."""
+    also_cached: tuple[str, ...] = ()
+    """Modules of an attention that stays whole whose outputs are cached, too, beside keys and values."""
     start_token: bool = False
     """Whether every window of a text must begin with the tokenizer's `bos` token, without which the model is lost."""
     file_names: tuple[tuple[str, str], ...] = ()
@@ -376,7 +378,8 @@ class Architecture:
         """
         if self.whole_attention:
             names = (self.query, self.key, self.value)  # a fused one has parts of one size
-            return sum(outputs.get(f"{self.attention}.{name}", 0) // names.count(name) for name in names[1:])
+            keys = sum(outputs.get(f"{self.attention}.{name}", 0) // names.count(name) for name in names[1:])
+            return keys + sum(outputs.get(f"{self.attention}.{name}", 0) for name in self.also_cached)
         return dims.n_kv_heads * (ranks["qk"] + ranks["vo"])
 
     def dense_cached(self, dims: Dimensions, outputs: Mapping[str, int]) -> int:

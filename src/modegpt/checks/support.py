@@ -142,6 +142,8 @@ def _window(config: Any, dims: Dimensions) -> str:
     if local := getattr(config, "attention_layers", []).count("local"):
         window, types = config.window_size, ["sliding_attention"] * local
     counts = Counter(types) if types else Counter({"sliding_attention" if window else "full_attention": dims.n_layers})
+    if counts["indexed_attention"]:
+        return f"every layer attends to the {config.index_topk:,} tokens before it that it picks; kept as it is"
     full, sliding = counts["full_attention"], counts["sliding_attention"] if window else 0
     if sliding:
         return f"{sliding} of {dims.n_layers} layers attend to the last {window:,} tokens; kept as it is"

@@ -46,6 +46,8 @@ class Attention:
     """Whether the window begins anew whenever it is full, as in Llama 4, and does not slide."""
     expansion: int = 0
     """Of making keys and values of one position's latents, where the cache holds these."""
+    picking: int = 0
+    """Of scoring one of all positions before a token, where those that it attends to, a window of them, are picked."""
 
     def attended(self, context: int) -> int:
         """Return the MACs of a token that may attend to `context` positions, itself included.
@@ -55,7 +57,7 @@ class Attention:
         if self.chunked and self.window:
             context = (context - 1) % self.window + 1
         seen = min(context, self.window or context)
-        return self.macs * seen + self.expansion * (seen - 1)
+        return self.macs * seen + self.expansion * (seen - 1) + self.picking * context
 
     def attended_by_all(self, n_tokens: int) -> int:
         """Return the MACs of `n_tokens` tokens, each attending to itself and those before it."""
@@ -63,7 +65,8 @@ class Attention:
         if self.chunked:
             chunks, rest = divmod(n_tokens, full)
             return self.macs * (chunks * full * (full + 1) + rest * (rest + 1)) // 2
-        return self.macs * (full * (full + 1) // 2 + (n_tokens - full) * full)
+        picking = self.picking * (n_tokens * (n_tokens + 1) // 2)
+        return self.macs * (full * (full + 1) // 2 + (n_tokens - full) * full) + picking
 
 
 @dataclass(frozen=True)
@@ -116,11 +119,17 @@ def costs_of(model: PreTrainedModel) -> Costs:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         parameters_per_token=sum(read.values()) - sum(idle.values()),
         weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        kv_bytes_per_token=sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // PROBE_TOKENS,
+        kv_bytes_per_token=sum(tensor.nbytes for layer in layers for tensor in _grows(layer)) // PROBE_TOKENS,
         linear_macs=sum(counted) // PROBE_TOKENS,
         head_macs=0 if head is None else head.weight.numel(),  # pyright: ignore[reportAttributeAccessIssue]
         attention=_attention(model, layers),
     )
+
+
+def _grows(layer: Any) -> list[torch.Tensor]:
+    """Return what a layer of a cache holds of every position: keys, values, and keys by which positions are picked."""
+    held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+    return [tensor for tensor in held if tensor is not None]
 
 
 def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ...]:
@@ -130,7 +139,10 @@ def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ..
         queries = [getattr(module, "q_proj", None) or module.q_b_proj for module in latent]
         return tuple(
             Attention(
-                query.weight.shape[0] + module.o_proj.weight.shape[1], None, expansion=module.kv_b_proj.weight.numel()
+                query.weight.shape[0] + module.o_proj.weight.shape[1],
+                None if (indexer := getattr(module, "indexer", None)) is None else indexer.index_topk,
+                expansion=module.kv_b_proj.weight.numel(),
+                picking=0 if indexer is None else indexer.n_heads * (indexer.head_dim + 1),
             )
             for query, module in zip(queries, latent, strict=True)
         )
@@ -148,7 +160,7 @@ def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ..
 
 def cache_bytes(cache: Any) -> int:
     """Return the bytes of all that a transformers cache holds: keys and values, and states of fixed size."""
-    held = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    held: list[Any] = [tensor for layer in cache.layers for tensor in _grows(layer)]
     for layer in cache.layers:
         for name in ("conv_states", "recurrent_states"):
             states = getattr(layer, name, None)  # by number, or in older versions of transformers one tensor
