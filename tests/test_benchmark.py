@@ -322,7 +322,8 @@ def test_decoding_is_counted_halfway():
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "minicpm3", "glm4_moe_lite", "phimoe", "laguna"]
+    "name",
+    ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minicpm3", "glm4_moe_lite", "phimoe", "laguna"],
 )
 @torch.no_grad()
 def test_a_decoding_step_is_what_torch_counts(name: str):

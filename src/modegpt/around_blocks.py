@@ -105,7 +105,7 @@ def run_identity_blocks(
             states = stand_ins[0].states
             assert states is not None
             hidden.append(states)
-            seen = [stand_in.arguments for stand_in in stand_ins]
+            seen = [architecture.block_arguments(model.config, stand_in.arguments) for stand_in in stand_ins]
             arguments.add(states, seen, architecture.token_arguments)
     return arguments
 

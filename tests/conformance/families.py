@@ -42,6 +42,7 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
@@ -625,6 +626,22 @@ FAMILIES = [
         exact=ROUTED,
         stepwise=ROUTED,
     ),
+    Family(
+        "glm_moe_dsa",
+        # The last two layers attend to what the first has picked.
+        lambda: GlmMoeDsaConfig(
+            **SIZES,
+            **LATENT,
+            index_topk=64,
+            index_head_dim=16,
+            index_n_heads=2,
+            indexer_types=["full", "shared", "shared"],
+        ),
+        whole=("qk", "vo"),
+        whole_mlps=(0,),
+        exact=ROUTED,
+        stepwise=ROUTED,
+    ),
     # Linear attention, which has the name of the latent one of the layer between.
     Family(
         "kimi_linear",
@@ -1148,7 +1165,7 @@ def traits(family: Family) -> set[str]:
         "experts alone": bool(architecture.experts) and architecture.whole_attention,
         "inputs of the down projection": len(described["up"]),
         "gate and up in one": len(described["up"]) > len(set(described["up"])),
-        "hands on": architecture.hands_on,
+        "reads back": architecture.reads_back,
         "parallel": architecture.parallel,
         "what is added": (architecture.adds_mlp, bool(architecture.mlp_norm), architecture.mlp_factor == 1),
         "class": "causal_lm" in described,

@@ -45,7 +45,7 @@ def test_a_method_removes_what_is_asked_or_refuses_the_family(pair: Pair, method
     plain = not (architecture.experts or architecture.whole_attention)
     sums = not architecture.parallel and architecture.adds_mlp and not architecture.mlp_norm
     flat = architecture.query_norm and architecture.norm_input == "flat"
-    takes = not architecture.hands_on if method in ("shortgpt", "sleb") else plain
+    takes = not architecture.reads_back if method in ("shortgpt", "sleb") else plain
     takes &= method != "slicegpt" or (sums and architecture.mlp_factor == 1)
     takes &= method not in ("flap", "wanda-sp") or not flat
     assert (baseline.refuses(architecture) is None) == bool(takes)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma4TextConfig, GPT2Config, MptConfig, OlmoConfig
+from transformers import Gemma4TextConfig, GlmMoeDsaConfig, GPT2Config, MptConfig, OlmoConfig
 
 from modegpt.architectures import architecture_of
 from modegpt.cache_name import CACHE
+from modegpt.checks.tiny import random_model
 from modegpt.compress import compress
 from modegpt.config import MODULES, CompressionConfig
 from modegpt.errors import InputError
@@ -19,7 +20,7 @@ from modegpt.ranks.whole import allowed_error
 from modegpt.running.sizes import layer_sizes
 
 from .conftest import Pair
-from .families import NO_WIDTH, SIZES, tokens
+from .families import LATENT, NO_WIDTH, SIZES, tokens
 
 MLPS = ("mlp", "ffn", "fc2", "shared_mlp", "feed_forward", "block_sparse_moe", "mixer")
 """What gives a block's MLP output, in one family or another; of Granite 4 with experts two of them together."""
@@ -149,3 +150,14 @@ def test_a_run_from_files_gives_the_bits_of_one_in_memory(pair: Pair, tmp_path: 
 def test_what_cannot_work_is_refused_with_a_reason(config: Any, reason: str):
     with pytest.raises(InputError, match=reason):
         architecture_of(config)
+
+
+def test_windows_are_no_longer_than_what_layers_pick_for_others():
+    """Within that all keys are picked, and no layer needs to be told which; beyond it one would have to be."""
+    config = GlmMoeDsaConfig(
+        **SIZES, **LATENT, index_topk=16, index_head_dim=16, indexer_types=["full", "shared", "shared"]
+    )
+    dense, settings = random_model(config), CompressionConfig(sparsity=0.05, solver="paper")
+    compress(dense, tokens(rows=2, length=16), settings)
+    with pytest.raises(InputError, match="windows of 17 tokens.*give --seq-len 16 or less"):
+        compress(dense, tokens(rows=2, length=17), settings)

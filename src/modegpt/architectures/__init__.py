@@ -21,6 +21,7 @@ from .falcon_h1 import FALCON_H1
 from .flint import FLINT
 from .gemma import GEMMA, GEMMA2, GEMMA3_TEXT, GEMMA4_TEXT, GEMMA4_UNIFIED_TEXT, VAULTGEMMA
 from .glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, SOLAR_OPEN
+from .glm_moe_dsa import GLM_MOE_DSA
 from .gpt2 import GPT2, GPT_BIGCODE
 from .gpt_neo import GPT_NEO
 from .gpt_neox import GPT_NEOX
@@ -142,6 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         DEEPSEEK_V32,
+        GLM_MOE_DSA,
         KIMI_LINEAR,
         LING_3,
         DOTS1,

@@ -143,6 +143,8 @@ class Architecture:
     """The attention's attribute for the dropout after the output projection, a number or a module; empty for none."""
     adds_attention: bool = False
     """Whether the attention itself puts out the residual stream behind it: its second argument is that before it."""
+    attention_outputs: int = 2
+    """How much the attention returns: its output and its weights, and in some families more."""
     tuple_output: bool = False
     """Whether a block returns a tuple."""
     token_arguments: tuple[str, ...] = ()
@@ -381,6 +383,15 @@ class Architecture:
             keys = sum(outputs.get(f"{self.attention}.{name}", 0) // names.count(name) for name in names[1:])
             return keys + sum(outputs.get(f"{self.attention}.{name}", 0) for name in self.also_cached)
         return dims.n_kv_heads * (ranks["qk"] + ranks["vo"])
+
+    @property
+    def reads_back(self) -> str:
+        """What later blocks read of earlier ones beside the stream, so that none can be left out; empty for nothing."""
+        return "keys and values of" if self.hands_on else ""
+
+    def block_arguments(self, config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a block is called with where blocks run one by one; `given` is what the model calls it with."""
+        return dict(given)
 
     def dense_cached(self, dims: Dimensions, outputs: Mapping[str, int]) -> int:
         """Return the same of the dense block."""

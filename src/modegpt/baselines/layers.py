@@ -13,7 +13,7 @@ from .walk import blocks_of, layer_parameters
 
 def needs_all_layers(architecture: Architecture) -> str | None:
     """Return why no layers of a family can be left out; None where they can."""
-    return "its later blocks read keys and values of earlier ones" if architecture.hands_on else None
+    return f"its later blocks read {architecture.reads_back} earlier ones" if architecture.reads_back else None
 
 
 def fewest(sizes: list[int], order: Sequence[int], sparsity: float) -> Sequence[int] | None:

@@ -143,7 +143,7 @@ def _window(config: Any, dims: Dimensions) -> str:
         window, types = config.window_size, ["sliding_attention"] * local
     counts = Counter(types) if types else Counter({"sliding_attention" if window else "full_attention": dims.n_layers})
     if counts["indexed_attention"]:
-        return f"every layer attends to the {config.index_topk:,} tokens before it that it picks; kept as it is"
+        return f"every layer attends to the {config.index_topk:,} tokens before it that are picked; kept as it is"
     full, sliding = counts["full_attention"], counts["sliding_attention"] if window else 0
     if sliding:
         return f"{sliding} of {dims.n_layers} layers attend to the last {window:,} tokens; kept as it is"

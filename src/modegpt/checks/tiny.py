@@ -13,8 +13,8 @@ VOCABULARY = 101
 D_HEAD = 16
 D_INT = 80
 MIN_LAYERS = 3
-BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layer_rope_theta")
-"""What configs list by layer; the second is 1 where a layer does have the rotary embedding, the last 0 where not."""
+BY_LAYER = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers", "layer_rope_theta", "indexer_types")
+"""What configs list by layer; the second is 1 where a layer does have the rotary embedding, the fifth 0 where not."""
 WINDOW = 6
 """Sliding window and trained length: shorter than what the checks run, so that they are passed."""
 TRAINED = 16
@@ -50,6 +50,7 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "first_k_dense_replace": 1,
         "shared_expert_intermediate_size": D_INT // 2,
         "shared_intermediate_size": D_INT // 2,
+        "intermediate_size": D_INT,
         "intermediate_size_mlp": D_INT,
         "attention_chunk_size": WINDOW,
         "floor_scale": WINDOW,
@@ -57,6 +58,10 @@ def tiny_config(config: PreTrainedConfig, architecture: Architecture) -> PreTrai
         "head_dim": d_head,
         "rotary_dim": d_head // 2,
         "qk_rope_head_dim": d_head,
+        "q_lora_rank": 2 * d_head,
+        "kv_lora_rank": 2 * d_head,
+        "index_head_dim": 2 * d_head,
+        "index_n_heads": 2,
         "word_embed_proj_dim": 32,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": n_heads,

@@ -140,9 +140,9 @@ def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ..
         return tuple(
             Attention(
                 query.weight.shape[0] + module.o_proj.weight.shape[1],
-                None if (indexer := getattr(module, "indexer", None)) is None else indexer.index_topk,
+                getattr(module.config, "index_topk", None),
                 expansion=module.kv_b_proj.weight.numel(),
-                picking=0 if indexer is None else indexer.n_heads * (indexer.head_dim + 1),
+                picking=_picking(getattr(module, "indexer", None)),
             )
             for query, module in zip(queries, latent, strict=True)
         )
@@ -156,6 +156,11 @@ def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ..
         )
         for n_heads, layer, in_chunks in zip(heads, layers, chunked, strict=True)
     )
+
+
+def _picking(indexer: Any) -> int:
+    """Return the MACs by which an indexer, if there is one, scores a position: of its heads, and of their sum."""
+    return 0 if indexer is None else indexer.n_heads * (indexer.head_dim + 1)
 
 
 def cache_bytes(cache: Any) -> int:

@@ -44,8 +44,9 @@ def attention_at_rest(block: nn.Module, architecture: Architecture) -> Iterator[
         x = inputs[0] if inputs else named["hidden_states"]
         return x.new_zeros(()).expand_as(x)
 
-    def pair(*inputs: Tensor, **named: Any) -> tuple[Tensor, None]:
-        return inputs[1] if architecture.adds_attention else zeros(*inputs, **named), None
+    def pair(*inputs: Tensor, **named: Any) -> tuple[Tensor | None, ...]:
+        output = inputs[1] if architecture.adds_attention else zeros(*inputs, **named)
+        return output, *(None,) * (architecture.attention_outputs - 1)
 
     with forwards({module: pair if as_pair else zeros for module, as_pair in architecture.mixing(block)}):
         yield
