@@ -112,7 +112,8 @@ def _fail_for(problem: Exception) -> NoReturn:
     if isinstance(problem, (OSError, MemoryError)):
         fail(f"{type(problem).__name__}: {problem}", 1)
     if _out_of_memory(problem):
-        kept = "a smaller --batch-size needs less, and is a run of its own; the same call goes on with --resume"
+        less = "a smaller --batch-size, where there is one, needs less (of compress it is a run of its own)"
+        kept = f"{less}; the same call of compress goes on with --resume"
         fail(f"out of memory: {first_line(problem)}; {kept}", 1)
     # The parser's own complaints: their base class has moved between typer's versions, the method has not.
     if not hasattr(problem, "format_message"):
