@@ -51,6 +51,8 @@ class CompressionConfig:
     sampling: str = "random"
     """`random` windows that do not overlap, or `sequential` from the start of the text."""
     seed: int = 0
+    """Of the random windows; of the text that the model writes and the noise of the Fisher information, too, so that it
+    counts with `sequential` windows and token ids as well."""
     allocation: str = "uniform"
     """`uniform`; `influence` (less from layers with a high Block Influence); `influence-blocks` (attention and MLP
     scored apart); `owl` (less from layers with many outlying weights); `error` (ranks of all modules by the damage that

@@ -17,7 +17,7 @@ HELP = {
     "samples": "Calibration sequences.",
     "seq_len": "Tokens of each.",
     "sampling": "random windows, or sequential from the start.",
-    "seed": "Of the random windows.",
+    "seed": "Of random windows, and of what best draws.",
     "allocation": "uniform, error, influence, influence-blocks, owl or width.",
     "temperature": "Of the influence rules, in units of the score, or auto.",
     "max_sparsity": "Upper bound on one layer, if not uniform or width.",
