@@ -61,7 +61,8 @@ class CompressionConfig:
     temperature: float | str = "auto"
     """ε of the influence rules, in units of the score; `auto`: the smallest at which no layer exceeds 80 %."""
     max_sparsity: float = 0.95
-    """Upper bound on one layer's sparsity, under every rule but `uniform`, `width` and `plan`."""
+    """Upper bound on one layer's sparsity (under `error` on each module's), before rounding to whole ranks, under every
+    rule but `uniform`, `width` and `plan`."""
     round_to: int | None = None
     """Keep every query-key dim, value dim and MLP width a multiple of this (8, 16, 64 suit GPU kernels); 1 leaves them
     free. None does so, too, but for MLP widths of weights in 16 bits (`ranks.whole.aligned`)."""
