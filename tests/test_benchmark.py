@@ -283,6 +283,21 @@ def test_command_refuses_before_loading(tmp_path: Path):
         assert message in done.stderr
 
 
+@torch.no_grad()
+def test_layers_that_read_the_keys_of_earlier_ones_count_and_are_passed_by_the_last_token():
+    model = next(family for family in FAMILIES if family.name == "gemma4_text-small").dense()
+    model.set_attn_implementation("eager")
+    costs, n = costs_of(model), 5
+    ids = torch.randint(5, 50, (1, n), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as prefill:
+        cache = model(ids, use_cache=True, logits_to_keep=1)[CACHE]
+    with FlopCounterMode(display=False) as decode:
+        model(ids[:, :1], **{CACHE: cache})
+    above_diagonal = n * (n - 1) // 2 * sum(layer.macs for layer in costs.attention if not layer.last_only)
+    assert 2 * (costs.prefill_macs(n) + above_diagonal) == prefill.get_total_flops()
+    assert 2 * costs.decode_macs(n + 1) == decode.get_total_flops()
+
+
 def test_of_fused_experts_those_count_that_a_token_is_sent_to():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = MixtralConfig(

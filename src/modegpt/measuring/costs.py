@@ -8,13 +8,15 @@ For `n` prompt tokens and one that attends to `c` positions, with a window `w` w
 `linear` is the sum of outputs times inputs over the linear layers that a token passes, `head` that of the output
 embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query against
 one position. Where latents are cached (multi-head latent attention), each step makes keys and values of all of them
-anew: `e_l` is that of one position, the size of `kv_b_proj`; elsewhere it is 0. Norms, biases, activations, softmax,
-the rotation, convolutions, and the states of linear attention and Mamba are not counted.
+anew: `e_l` is that of one position, the size of `kv_b_proj`; elsewhere it is 0. Layers behind which nothing reads the
+prompt's other tokens, as those of Gemma 4 that read the keys and values of earlier ones, run for its last token alone:
+there `n` is 1, and attention is that of the last token. Norms, biases, activations, softmax, the rotation,
+convolutions, and the states of linear attention and Mamba are not counted.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ class Attention:
     """Of making keys and values of one position's latents, where the cache holds these."""
     picking: int = 0
     """Of scoring one of all positions before a token, where those that it attends to, a window of them, are picked."""
+    last_only: bool = False
+    """Whether of a prompt the last token alone gets here."""
 
     def attended(self, context: int) -> int:
         """Return the MACs of a token that may attend to `context` positions, itself included.
@@ -61,6 +65,8 @@ class Attention:
 
     def attended_by_all(self, n_tokens: int) -> int:
         """Return the MACs of `n_tokens` tokens, each attending to itself and those before it."""
+        if self.last_only:
+            return self.attended(n_tokens)
         full = min(n_tokens, self.window or n_tokens)
         if self.chunked:
             chunks, rest = divmod(n_tokens, full)
@@ -83,6 +89,8 @@ class Costs:
     """Of the key and value tensors in the cache."""
     linear_macs: int
     """Of the linear layers for one token, without the head."""
+    last_macs: int
+    """Those of them that of a prompt the last token alone passes."""
     head_macs: int
     """Of the output embedding for one token."""
     attention: tuple[Attention, ...]
@@ -95,7 +103,8 @@ class Costs:
 
     def prefill_macs(self, n_tokens: int) -> int:
         """Return the MACs of reading one prompt of `n_tokens` tokens."""
-        return n_tokens * self.linear_macs + self.head_macs + sum(a.attended_by_all(n_tokens) for a in self.attention)
+        linear = n_tokens * (self.linear_macs - self.last_macs) + self.last_macs
+        return linear + self.head_macs + sum(a.attended_by_all(n_tokens) for a in self.attention)
 
     def decode_macs(self, context: int) -> int:
         """Return the MACs of one new token that attends to `context` positions, itself included."""
@@ -112,6 +121,11 @@ def costs_of(model: PreTrainedModel) -> Costs:
     ids = torch.ones(1, PROBE_TOKENS, dtype=torch.long, device=device_of(model))
     with _count_linear_macs(model, head) as (counted, idle):
         cache = model(ids, use_cache=True)[CACHE]
+    last_macs = 0
+    if getattr(model.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+        with _count_linear_macs(model, head) as (of_a_prompt, _):
+            model(ids, use_cache=True, logits_to_keep=1)
+        last_macs = (sum(counted) - sum(of_a_prompt)) // (PROBE_TOKENS - 1)
     layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     read = {id(p): p.numel() for m in model.modules() if m not in tables for p in m.parameters(recurse=False)}
@@ -121,8 +135,9 @@ def costs_of(model: PreTrainedModel) -> Costs:
         weight_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         kv_bytes_per_token=sum(tensor.nbytes for layer in layers for tensor in _grows(layer)) // PROBE_TOKENS,
         linear_macs=sum(counted) // PROBE_TOKENS,
+        last_macs=last_macs,
         head_macs=0 if head is None else head.weight.numel(),  # pyright: ignore[reportAttributeAccessIssue]
-        attention=_attention(model, layers),
+        attention=_attention(model, layers, last_macs > 0),
     )
 
 
@@ -132,8 +147,14 @@ def _grows(layer: Any) -> list[torch.Tensor]:
     return [tensor for tensor in held if tensor is not None]
 
 
-def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ...]:
-    """Return what attention costs in every layer that holds keys or latents in the cache."""
+def _attention(model: PreTrainedModel, layers: list[Any], last_only: bool) -> tuple[Attention, ...]:
+    """Return what attention costs in every layer that holds keys or latents in the cache, or reads those of another.
+
+    Args:
+        model: the model.
+        layers: of its cache, those with keys.
+        last_only: whether of a prompt the last token alone passes the layers that read those of another.
+    """
     latent: list[Any] = [module for module in model.modules() if hasattr(module, "kv_b_proj")]
     if latent:
         queries = [getattr(module, "q_proj", None) or module.q_b_proj for module in latent]
@@ -150,12 +171,16 @@ def _attention(model: PreTrainedModel, layers: list[Any]) -> tuple[Attention, ..
     heads = getattr(config, "num_attention_heads_per_layer", None) or [config.num_attention_heads] * len(layers)
     kinds = getattr(config, "layer_types", None) or [""] * len(layers)
     chunked = ["chunked" in kind for kind in kinds] if len(kinds) == len(layers) else [False] * len(layers)
-    return tuple(
+    own = [
         Attention(
             n_heads * (layer.keys.shape[-1] + layer.values.shape[-1]), getattr(layer, "sliding_window", None), in_chunks
         )
         for n_heads, layer, in_chunks in zip(heads, layers, chunked, strict=True)
-    )
+    ]
+    if not getattr(config, "num_kv_shared_layers", 0):
+        return tuple(own)
+    last_of_kind = dict(zip(kinds, own, strict=False))  # a later layer of a kind replaces an earlier one
+    return tuple(own + [replace(last_of_kind[kind], last_only=last_only) for kind in kinds[len(own) :]])
 
 
 def _picking(indexer: Any) -> int:
