@@ -182,6 +182,9 @@ def test_the_command_measures_both_models(run: Path, tiny_llama_dir: Path, small
         expected = json.loads(modegpt(*call, "--max-new-tokens", 6, "--json", "-").stdout)["results"][0]
         assert sample["text"] == expected["text"]
     assert [sample["model"] for sample in found["samples"]] == ["dense", "compressed"]
+    warning = f"'{small_text_file}' is the text that the model is calibrated on"
+    assert warning in result.stderr
+    assert page.text.count(warning) == 1
 
 
 def test_the_page_takes_what_eval_and_bench_wrote(
@@ -199,6 +202,9 @@ def test_the_page_takes_what_eval_and_bench_wrote(
     result = modegpt("report", run, "--out", out, "--eval", evaluated, "--bench", timed)
     assert result.exit_code == 0, result.output
     page = Page(out.read_text(encoding="utf-8"))
+    warnings = json.loads(evaluated.read_text())["warnings"]
+    assert len(warnings) == 1
+    assert warnings[0] in page.text
     compressed, dense = json.loads(evaluated.read_text())["models"]
     expected = [own["results"][0]["perplexity"] for own in (dense, compressed)]
     assert page.tables["Perplexity"][0][-2:] == ["dense", "compressed"]

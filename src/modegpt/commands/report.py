@@ -48,7 +48,8 @@ def report(
     run, _ = read_run(folder)
     samples: list[dict[str, Any]] = []
     if data or prompt:
-        from ..comparing.in_turn import measure, mixed_dtypes
+        from ..comparing.in_turn import measure, mixed_dtypes, seen_text
+        from ..inspection import calibrated_on
         from .progress_bar import ProgressBar
 
         if against is None and run["model"] == IN_MEMORY:
@@ -68,10 +69,11 @@ def report(
                 device=device,
                 progress=progress,
             )
-        evals += measured
         dtypes = {part["model"]: part["protocol"]["dtype"] for part in measured}
-        for warning in mixed_dtypes(dtypes):
+        warnings = [*mixed_dtypes(dtypes), *seen_text(calibrated_on(str(folder)) or "", data)]
+        for warning in warnings:
             console(json_file).print(f"warning: {warning}", markup=False, soft_wrap=True)
+        evals += [{**part, "warnings": warnings} for part in measured]
     try:
         result = write_report(folder, target, evals=evals, bench=bench, samples=samples, dense=against)
     except (KeyError, TypeError, AttributeError, IndexError) as problem:

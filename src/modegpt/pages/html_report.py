@@ -80,6 +80,7 @@ def write_report(
             "title": f"{sections.model_name(run)}, {run['sparsity']['blocks']:.1%} of its blocks removed",
             "model": sections.model_name(run),
             "run": run,
+            "warnings": warned(run, evals, bench),
             "tiles": sections.tiles(run, found, figures),
             "sections": shown,
         }
@@ -126,6 +127,16 @@ class Names:
     @staticmethod
     def _key(model: str) -> str:
         return str(Path(model).resolve()) if Path(model).exists() else str(model)
+
+
+def warned(
+    run: dict[str, Any], evals: Sequence[dict[str, Any]], bench: dict[str, Any] | None
+) -> list[tuple[str, list[str]]]:
+    """Return under a title each what the run and the measurements on the page warn of."""
+    results = (*evals, *([bench] if bench else []))
+    measured = [warning for result in results for warning in result.get("warnings") or ()]
+    told = [("What the run warns of", run["warnings"]), ("What the measurements warn of", [*dict.fromkeys(measured)])]
+    return [(title, warnings) for title, warnings in told if warnings]
 
 
 def perplexities(evals: Sequence[dict[str, Any]], names: Names) -> list[dict[str, Any]]:
