@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from transformers import GemmaConfig, GemmaForCausalLM, PreTrainedTokenizerFast
 
 import modegpt
-from modegpt import CompressionConfig
+from modegpt import CompressionConfig, InputError
 from modegpt.calibration import begin_windows, load_text, start_token, tokenize
-from modegpt.comparing.in_turn import measure
+from modegpt.comparing.in_turn import measure, open_texts
 from modegpt.running.text import open_text
 
 
@@ -31,6 +31,18 @@ def test_begun_windows_hold_the_text_behind_the_start_token(n_tokens: int, seq_l
 def test_only_gemma_has_a_start_token(model_type: str):
     config, tokenizer = SimpleNamespace(model_type=model_type), SimpleNamespace(bos_token_id=2)
     assert start_token(config, tokenizer) == (2 if "gemma" in model_type else None)
+
+
+def test_a_text_shorter_than_a_window_has_the_tokens_that_it_has(
+    tiny_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+):
+    tokenizer = copy.deepcopy(tiny_tokenizer)
+    tokenizer.bos_token = "<|end|>"
+    (tmp_path / "short.txt").write_text("a few words")
+    n_tokens = len(tokenize("a few words", tokenizer))
+    said = f"has {n_tokens} tokens, fewer than one window of {n_tokens + 2}, the model's first token among them"
+    with pytest.raises(InputError, match=said):
+        open_texts([str(tmp_path / "short.txt")], GemmaConfig(), tokenizer, n_tokens + 2)
 
 
 def test_gemma_is_compressed_and_measured_on_windows_that_begin(

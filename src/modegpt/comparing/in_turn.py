@@ -117,11 +117,12 @@ def open_texts(
     start = start_token(config, tokenizer)
     loaded = {source: tokenize(load_text(source, "evaluation"), tokenizer) for source in data}
     texts = {source: begin_windows(tokens, window, start) for source, tokens in loaded.items()}
+    begun = "" if start is None else ", the model's first token among them"
     for source, tokens in texts.items():
         if len(tokens) < window:
             raise InputError(
-                f"data '{source}' has {len(tokens)} tokens, fewer than one window of {window}; give a longer text, "
-                f"or a smaller {option}"
+                f"data '{source}' has {len(loaded[source])} tokens, fewer than one window of {window}{begun}; give a "
+                f"longer text, or a smaller {option}"
             )
     return texts
 
