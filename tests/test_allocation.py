@@ -541,6 +541,7 @@ def test_a_plan_is_taken_as_given_and_checked():
         ({"mlp": 0}, "from 1 to 1536"),
         ({"mlp": 1537}, "from 1 to 1536"),
         ({"mlp": 3.0}, "a whole number"),
+        ({"mlp": 1536.0}, "a whole number"),
         ({"mlp": True}, "a whole number"),
         ({"ffn": 3}, "'ffn' is unknown; allowed: mlp, qk, vo"),
     ]:

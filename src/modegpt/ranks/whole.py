@@ -267,7 +267,7 @@ def _rank_problem(module: str, rank: object, size: LayerSizes, modules: Sequence
     if module not in size.full:
         return f"module '{module}' is unknown; allowed: {', '.join(size.full)}"
     full, step = size.full[module], size.step[module]
-    if rank == full and not isinstance(rank, bool):
+    if rank == full and isinstance(rank, int) and not isinstance(rank, bool):
         return None
     if module not in modules or module in size.whole:
         reason = "this model needs it so" if module in size.whole else "it is not among the modules to compress"
