@@ -181,7 +181,7 @@ def generate(
 
     from .loading.models import open_config, open_model, resolve_device
     from .loading.tokenizers import open_tokenizer
-    from .measuring.prompts import encode
+    from .measuring.prompts import LIKELIEST, encode
     from .report import protocol
 
     target, network_config = resolve_device(device), open_config(model)
@@ -190,7 +190,7 @@ def generate(
     n_prompt = inputs["input_ids"].shape[1]
     network = open_model(model, dtype, target)
     torch.manual_seed(seed)
-    how = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    how = {"do_sample": True, "temperature": temperature} if temperature else LIKELIEST
     start = time.perf_counter()
     output = network.generate(**inputs, max_new_tokens=max_new_tokens, **how)[0, n_prompt:]  # pyright: ignore
     seconds = round(time.perf_counter() - start, 3)

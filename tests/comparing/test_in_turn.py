@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, BatchEncoding
 
@@ -16,9 +17,12 @@ def test_a_known_data_set_is_measured_on_what_no_model_was_calibrated_on(tiny_ll
     assert torch.equal(found["python-docs"], tokenize(load_text("python-docs", "evaluation"), tiny_tokenizer))
 
 
-def test_a_model_that_would_sample_is_continued_with_the_likeliest_tokens(tiny_llama_dir: Path):
+@pytest.mark.parametrize(
+    "own", [{"do_sample": True, "temperature": 5.0}, {"repetition_penalty": 0.05}, {"num_beams": 3}]
+)
+def test_a_model_that_would_take_other_tokens_is_continued_with_the_likeliest(own: dict, tiny_llama_dir: Path):
     model = AutoModelForCausalLM.from_pretrained(tiny_llama_dir)
-    model.generation_config.update(do_sample=True, temperature=5.0, eos_token_id=None)
+    model.generation_config.update(**own, eos_token_id=None)
     ids = torch.arange(1, 6)[None]
     expected = ids
     with torch.no_grad():

@@ -24,6 +24,7 @@ from ..evaluate import perplexity
 from ..inspection import describe
 from ..loading.models import open_model
 from ..loading.tokenizers import open_tokenizer
+from ..measuring.prompts import LIKELIEST
 from ..progress import Progress
 from ..report import protocol
 from ..running.partial import partial_folder
@@ -133,7 +134,7 @@ def _weights(folder: Path) -> list[Path]:
 def _sample(model: PreTrainedModel, tokenizer: Any) -> str:
     """Return the greedy continuation of `PROMPT`."""
     inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**inputs, max_new_tokens=SAMPLE_TOKENS, do_sample=False)  # pyright: ignore[reportCallIssue]
+    output = model.generate(**inputs, max_new_tokens=SAMPLE_TOKENS, **LIKELIEST)  # pyright: ignore[reportCallIssue]
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

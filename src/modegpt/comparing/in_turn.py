@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..evaluate import check_window, perplexity
 from ..loading.models import open_config, open_model, resolve_device
 from ..loading.tokenizers import has_tokenizer, open_tokenizer
-from ..measuring.prompts import encode
+from ..measuring.prompts import LIKELIEST, encode
 from ..positions import position_limit
 from ..progress import Progress
 from ..report import protocol
@@ -161,5 +161,5 @@ def measure_texts(
 
 
 def _continue(network: Any, inputs: Any, max_new_tokens: int) -> Tensor:
-    output = network.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    output = network.generate(**inputs, max_new_tokens=max_new_tokens, **LIKELIEST)
     return output[0, inputs["input_ids"].shape[1] :].cpu()

@@ -7,6 +7,10 @@ from jinja2 import TemplateError
 from ..errors import InputError, first_line
 from ..positions import position_limit
 
+LIKELIEST = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Settings of `generate` that take the likeliest token each time, whatever the model's own say: those of many chat
+models penalise what was written before."""
+
 
 def encode(tokenizer: Any, prompt: str, config: Any, new_tokens: int, chat: bool = False) -> Any:
     """Tokenise a prompt that a model is to continue.
