@@ -30,9 +30,9 @@ from modegpt.commands.demo import _speedup, model_file, tables
 from modegpt.commands.demo import run as run_demo
 from modegpt.commands.evaluate import _marked, _warnings
 from modegpt.commands.shared import OneLineErrors, emit, gathered
-from modegpt.comparing.in_turn import mixed_dtypes
 from modegpt.config import CompressionConfig
 from modegpt.errors import WriteError
+from modegpt.report import mixed_dtypes
 
 SMALL = ["--samples", "8", "--seq-len", "64"]
 PROGRAM = Path(sys.executable).with_name("modegpt")

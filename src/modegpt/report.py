@@ -15,6 +15,9 @@ from psutil import Process
 from .ranks.whole import LayerSizes
 from .versions import versions
 
+OTHER_DTYPES = "computed in different dtypes"
+"""With which the warning of it begins."""
+
 
 def machine() -> dict[str, Any]:
     """Describe the machine in the terms that matter for speed."""
@@ -32,6 +35,14 @@ def machine() -> dict[str, Any]:
 def protocol() -> dict[str, Any]:
     """Return what must stand beside any figure: command, versions and machine."""
     return {"command": shlex.join(sys.argv), "versions": versions(), "machine": machine()}
+
+
+def mixed_dtypes(dtypes: dict[str, str]) -> list[str]:
+    """Return a warning if models that are compared were computed in different dtypes, by label."""
+    if len(set(dtypes.values())) < 2:
+        return []
+    found = ", ".join(f"{label} in {dtype}" for label, dtype in dtypes.items())
+    return [f"{OTHER_DTYPES}, which differ by themselves: {found}; --dtype gives all of them one"]
 
 
 def budget(

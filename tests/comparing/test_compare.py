@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PhiConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PhiConfig
 
 from command_line import cells, modegpt
 from modegpt import CompressionConfig, InputError, compress, perplexity
@@ -326,3 +326,20 @@ def test_the_most_that_a_method_can_remove_is_known_before(method: str, tiny_lla
     assert at(most / total).removed == pytest.approx(most, abs=1 if method != "wanda-sp" else total / 50)
     with pytest.raises(InputError, match=f"{method} can remove"):
         at(most / total + 0.01)
+
+
+def test_free_widths_are_told_where_compress_would_align_them(
+    tmp_path: Path, tiny_tokenizer: Any, small_text_file: Path
+):
+    """On a CPU a model in 16 bits is compared in float32, where no width suits a GPU's kernels better."""
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=2, vocab_size=384
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    where = str(tmp_path / "model"), small_text_file
+    for round_to, told in ((None, 1), (1, 0)):
+        settings = CompressionConfig(samples=4, seq_len=32, round_to=round_to, solver="paper")
+        table = compare(*where, tmp_path / f"out {told}", ["paper"], [0.3], settings, measures(small_text_file))
+        found = [warning for warning in table["warnings"] if "in multiples of 8 where it writes bfloat16" in warning]
+        assert len(found) == told

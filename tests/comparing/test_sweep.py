@@ -263,6 +263,9 @@ def test_tasks_are_measured_as_eval_does(tiny_llama_dir: Path, small_text_file: 
     fewer = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call, "--tasks", task, "--limit", 7)
     assert fewer.exit_code == 2
     assert "task limit" in fewer.stderr
+    more = shutil.copy(task, tmp_path / "more.jsonl")
+    both = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call, "--tasks", f"{task},{more}", "--limit", 8)
+    assert """its --tasks is ["values"], and ["values", "more"] was asked for""" in both.stderr
     task.write_text(task.read_text().replace("a list", "a tuple"))
     again = modegpt("sweep", tiny_llama_dir, "--out", tmp_path / "s", *call, "--tasks", task, "--limit", 8)
     assert again.exit_code == 2

@@ -159,5 +159,5 @@ def test_windows_are_no_longer_than_what_layers_pick_for_others():
     )
     dense, settings = random_model(config), CompressionConfig(sparsity=0.05, solver="paper")
     compress(dense, tokens(rows=2, length=16), settings)
-    with pytest.raises(InputError, match="windows of 17 tokens.*give --seq-len 16 or less"):
+    with pytest.raises(InputError, match=r"windows of 17 tokens.*give --seq-len 16 or less"):
         compress(dense, tokens(rows=2, length=17), settings)

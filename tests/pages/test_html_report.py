@@ -382,3 +382,22 @@ def test_names_are_drawn_as_they_are():
         assert text in svg
     assert "_a" in drawn
     assert "<title>back\\model \\1</title>" in plots.standalone(svg, "back\\model \\1")
+
+
+def test_a_task_with_two_numbers_of_samples_has_no_mean_and_dtypes_that_differ_are_told(run: Path, tmp_path: Path):
+    """Each figure may come of a call of its own, which knows nothing of the others."""
+    model = json.loads((run / "report.json").read_text())["model"]
+
+    def measured(name: str, dtype: str, samples: int) -> dict[str, Any]:
+        task = {"task": "values", "samples": samples, "acc": 0.5, "acc_stderr": 0.1}
+        return {"models": [{"model": name, "dtype": dtype, "results": [], "tasks": [task]}], "protocol": {}}
+
+    evals = [measured(name, "float32", 3) for name in (model, str(run))]
+    found = write_report(run, tmp_path / "one.html", evals=evals)
+    assert [entry["task"] for entry in found["accuracy"]] == ["values", "mean"]
+    assert "different dtypes" not in (tmp_path / "one.html").read_text()
+    evals += [measured(str(run), "bfloat16", 2), measured(model, "float32", 2)]
+    found = write_report(run, tmp_path / "two.html", evals=evals)
+    assert [(entry["task"], entry["samples"]) for entry in found["accuracy"]] == [("values", 3), ("values", 2)]
+    warning = "computed in different dtypes, which differ by themselves: dense in float32, compressed in bfloat16"
+    assert warning in Page((tmp_path / "two.html").read_text(encoding="utf-8")).text

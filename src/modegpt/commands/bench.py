@@ -40,10 +40,9 @@ def bench(
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     from ..benchmark import PRESETS, BenchSettings, benchmark, check_settings
-    from ..comparing.in_turn import mixed_dtypes
     from ..loading.models import open_config, open_model, resolve_device
     from ..measuring.costs import file_bytes
-    from ..report import protocol
+    from ..report import mixed_dtypes, protocol
     from .progress_bar import ProgressBar
 
     if preset is not None:

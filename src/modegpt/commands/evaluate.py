@@ -155,7 +155,7 @@ def _alike(texts: dict[str, dict[str, Any]], source: str) -> bool:
 
 
 def _warnings(measured: Sequence[dict[str, Any]], texts: dict[str, dict[str, Any]]) -> list[str]:
-    from ..comparing.in_turn import mixed_dtypes
+    from ..report import mixed_dtypes
 
     found = [
         f"the tokenizers differ on '{source}': the perplexities are over different tokens, and none is marked as best"

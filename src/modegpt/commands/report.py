@@ -48,8 +48,9 @@ def report(
     run, _ = read_run(folder)
     samples: list[dict[str, Any]] = []
     if data or prompt:
-        from ..comparing.in_turn import measure, mixed_dtypes, seen_text
+        from ..comparing.in_turn import measure, seen_text
         from ..inspection import calibrated_on
+        from ..report import mixed_dtypes
         from .progress_bar import ProgressBar
 
         if against is None and run["model"] == IN_MEMORY:

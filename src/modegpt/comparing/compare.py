@@ -10,6 +10,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from ..architectures import Architecture, architecture_of
 from ..baselines import BASELINES, Reduced, require
 from ..baselines.walk import layer_parameters
@@ -17,12 +19,14 @@ from ..checkpoint import write_json
 from ..compress import compress
 from ..config import ALLOCATIONS, PRESETS, CompressionConfig
 from ..errors import InputError, NumericalError
-from ..loading.models import open_model, resolve_device
+from ..loading.models import open_model, own_dtype, resolve_device
 from ..progress import Progress
+from ..ranks.whole import ALIGNED, aligned
 from ..report import protocol
 from ..running.fingerprint import run_fingerprint
 from ..running.lending import lent
-from ..running.source import dense_config_of, open_source
+from ..running.sizes import layer_sizes
+from ..running.source import Source, dense_config_of, open_source
 from ..running.text import open_text
 from ..sums.full_float32 import full_float32
 from .in_turn import seen_text
@@ -208,6 +212,7 @@ class _Comparison:
         self.device = resolve_device(config.device)
         self.dense = open_model(model, "auto", self.device)
         self.source = open_source(self.dense, self.device)
+        self.notes += _free_widths(self.source, own_dtype(dense_config), config)
         self.made_by: dict[str, tuple[Callable[[float], Reduced], float]] = {}
         """What makes the models of another method, and the seconds that finding out took."""
         self.scored = Scored(self.dense, self.text.windows)
@@ -294,6 +299,19 @@ class _Comparison:
     def _say(self, name: str) -> Progress:
         told = self.progress or (lambda _stage, _done, _total: None)
         return lambda stage, done, total: told(f"{name} {stage}", done, total)
+
+
+def _free_widths(source: Source, stored: torch.dtype, config: CompressionConfig) -> list[str]:
+    """Say that MLP widths are free here, as those of all methods are, where `compress` would align them."""
+    computed, written = source.dtype, stored if config.dtype == "auto" else getattr(torch, config.dtype)
+    sizes = [layer_sizes(block, source.architecture, source.dims) for block in source.blocks.layers]
+    if config.round_to is not None or aligned(sizes, written.itemsize) == aligned(sizes, computed.itemsize):
+        return []
+    here, there = (str(dtype).removeprefix("torch.") for dtype in (computed, written))
+    return [
+        f"MLP widths are free, as all is computed in {here} here; compress keeps those of this model in multiples of "
+        f"{ALIGNED} where it writes {there}"
+    ]
 
 
 def _require(methods: Sequence[str], architecture: Architecture) -> None:

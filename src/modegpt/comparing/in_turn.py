@@ -84,14 +84,6 @@ def measure(
     return evals, samples
 
 
-def mixed_dtypes(dtypes: dict[str, str]) -> list[str]:
-    """Return a warning if models that are compared were computed in different dtypes, by label."""
-    if len(set(dtypes.values())) < 2:
-        return []
-    found = ", ".join(f"{label} in {dtype}" for label, dtype in dtypes.items())
-    return [f"computed in different dtypes, which differ by themselves: {found}; --dtype gives all of them one"]
-
-
 def common_window(configs: Sequence[Any], seq_len: int | None, option: str = "--seq-len") -> int:
     """Return the window for all models: `seq_len`, or 2048 tokens where all have the positions, else what they have.
 

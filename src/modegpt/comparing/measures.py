@@ -78,6 +78,8 @@ class Quality:
         # By their places: that is how a table finds the figures of one, whatever it is called in a call.
         for number, tokens in enumerate(self.texts.values(), start=1):
             found[f"evaluation text {number}"] = _digest(tokens[:length].contiguous().numpy().tobytes())
+        if self.tasks:
+            found["--tasks"] = [task.name for task in self.tasks]  # told before what they hold
         for task in self.tasks:
             content = _digest(Path(task.source).read_bytes()) if is_local(task.source) else task.version
             found[f"task {task.name}"] = content

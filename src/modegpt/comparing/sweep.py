@@ -27,13 +27,13 @@ from ..loading.models import compute_dtype, open_model, resolve_device
 from ..pages import plots
 from ..pages.sweep_plots import draw
 from ..progress import Progress
-from ..report import Stopwatch, machine, protocol
+from ..report import Stopwatch, machine, mixed_dtypes, protocol
 from ..running.fingerprint import run_fingerprint
 from ..running.partial import IDENTITY, PartialCheckpoint, finished_report
 from ..running.run import Run
 from ..running.source import dense_config_of
 from ..running.text import Text, open_text
-from .in_turn import mixed_dtypes, seen_text
+from .in_turn import seen_text
 from .measures import Measures, Quality
 from .rows import Rows, check_call, shown
 

@@ -8,7 +8,8 @@ For `n` prompt tokens and one that attends to `c` positions, with a window `w` w
 `linear` is the sum of outputs times inputs over the linear layers that a token passes, `head` that of the output
 embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query against
 one position. Where latents are cached (multi-head latent attention), each step makes keys and values of all of them
-anew: `e_l` is that of one position, the size of `kv_b_proj`; elsewhere it is 0. Layers behind which nothing reads the
+anew: `e_l` is that of one position, the size of `kv_b_proj`; elsewhere it is 0. Where an indexer picks the `w`
+positions, it scores all `c` of them, over its heads, and that is added. Layers behind which nothing reads the
 prompt's other tokens, as those of Gemma 4 that read the keys and values of earlier ones, run for its last token alone:
 there `n` is 1, and attention is that of the last token. Norms, biases, activations, softmax, the rotation,
 convolutions, and the states of linear attention and Mamba are not counted.

@@ -9,6 +9,7 @@ from typing import Any
 from ..checkpoint import REPORT_NAME, read_number
 from ..errors import InputError, MissingExtraError
 from ..inspection import describe
+from ..report import OTHER_DTYPES, mixed_dtypes
 from . import plots, quality, sections
 
 PAGE_NAME = "report.html"
@@ -80,7 +81,7 @@ def write_report(
             "title": f"{sections.model_name(run)}, {run['sparsity']['blocks']:.1%} of its blocks removed",
             "model": sections.model_name(run),
             "run": run,
-            "warnings": warned(run, evals, bench),
+            "warnings": warned(run, evals, bench, names),
             "tiles": sections.tiles(run, found, figures),
             "sections": shown,
         }
@@ -130,11 +131,17 @@ class Names:
 
 
 def warned(
-    run: dict[str, Any], evals: Sequence[dict[str, Any]], bench: dict[str, Any] | None
+    run: dict[str, Any], evals: Sequence[dict[str, Any]], bench: dict[str, Any] | None, names: Names
 ) -> list[tuple[str, list[str]]]:
-    """Return under a title each what the run and the measurements on the page warn of."""
+    """Return under a title each what the run and the measurements on the page warn of.
+
+    None of them knows the dtype of another: that is asked here, of those that do not tell it.
+    """
     results = (*evals, *([bench] if bench else []))
     measured = [warning for result in results for warning in result.get("warnings") or ()]
+    dtypes = {model: part["dtype"] for model, part in _measured(evals, names) if "dtype" in part}
+    if not any(warning.startswith(OTHER_DTYPES) for warning in measured):
+        measured += mixed_dtypes(dtypes)
     told = [("What the run warns of", run["warnings"]), ("What the measurements warn of", [*dict.fromkeys(measured)])]
     return [(title, warnings) for title, warnings in told if warnings]
 
@@ -156,7 +163,7 @@ def accuracies(evals: Sequence[dict[str, Any]], names: Names) -> list[dict[str, 
     """Return one entry for each task and metric: `task`, `metric`, `samples`, and `models` by name.
 
     Each model has `value` and `stderr`. The last entry is the unweighted mean of all tasks' `acc`, where the models
-    were given the same ones.
+    were given the same ones, each with one number of samples.
     """
     found: dict[tuple[str, str, int], dict[str, dict[str, float | None]]] = {}
     for model, measured in _measured(evals, names):
@@ -170,7 +177,8 @@ def accuracies(evals: Sequence[dict[str, Any]], names: Names) -> list[dict[str, 
         for (task, metric, samples), models in found.items()
     ]
     shared = [entry["models"] for entry in entries if entry["metric"] == "acc"]
-    if shared and all(entry["models"].keys() == shared[0].keys() for entry in entries):
+    once = len({(entry["task"], entry["metric"]) for entry in entries}) == len(entries)
+    if shared and once and all(entry["models"].keys() == shared[0].keys() for entry in entries):
         means = {model: _mean([models[model] for models in shared]) for model in shared[0]}
         entries.append({"task": "mean", "metric": "acc", "samples": None, "models": means})
     return entries
