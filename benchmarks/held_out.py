@@ -6,7 +6,7 @@ the rise counts one token of each distribution, this all of it, so that chance m
 Protocol: SmolLM2-135M, float32, calibrated on the first 32 windows of 512 tokens of WikiText-2's validation text;
 measured on 24 windows of 512 tokens each, evenly spaced: of the rest of that text (`like`), of instructions and
 answers (`unlike`), and of encyclopedic passages with the rare words that the validation text lacks (`passages`, those
-of BoolQ, whose first 400 questions are in the README's table of other tasks, which says so).
+of BoolQ, whose first 400 questions are in the table of other tasks, which says so).
 Differences under 0.004 on `like` and 0.015 on the others decide nothing.
 
     python benchmarks/held_out.py --data FOLDER --instruct FILE --passages FILE --settings '{"sparsity": 0.3}'

@@ -1,8 +1,8 @@
-"""The README's sections on time and memory: of compressed models, and of compressing."""
+"""The sections on time and memory: of compressed models, and of compressing."""
 
 from typing import Any
 
-from readme import MODEL, load, section, table
+from markdown_tables import MODEL, load, section, table
 
 
 @section("speed_cpu.json")

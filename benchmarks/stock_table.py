@@ -1,8 +1,8 @@
-"""The README's table of exported models."""
+"""The table of exported models."""
 
 from typing import Any
 
-from readme import first_draw, load, noted, risen, section, table
+from markdown_tables import first_draw, load, noted, risen, section, table
 
 
 @section("stock.json")

@@ -1,14 +1,14 @@
-"""Writes the README's figures, between their markers, from the JSON that the benchmarks left in benchmarks/results."""
+"""Writes the tables of README.md and docs/, between their markers, from the JSON that the benchmarks left."""
 
 import math
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from readme import MODEL, first_draw, load, noted, risen, section, shown, table
+from markdown_tables import MODEL, first_draw, load, noted, risen, section, shown, table
 from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
-from zero_shot_tables import zero_shot
+from zero_shot_tables import accuracy, best_over_paper, zero_shot
 
 ROOT = Path(__file__).parent.parent
 
@@ -89,7 +89,7 @@ def rivals(data: dict[str, Any]) -> str:
     rows = [[f"`{method}`", *(cells.get(share, "") for share in shares)] for method, cells in lines.items()]
     uniform = ", ".join(f"{row['achieved']:.1%}" for row in data["rows"] if row["method"] == "best")
     return (
-        "**Other training-free methods**, written from their papers ([how](docs/other-methods.md)). "
+        "**Other training-free methods**, written from their papers ([how](other-methods.md)). "
         f"{MODEL}, {about['dtype']},\ncalibrated on {about['calibration']}; perplexity on "
         f"{about['test']}\n(dense {dense:.1f}), and the rise of its logarithm (`benchmarks/rivals.py`).\n"
         f"`best` with uniform ranks removes {uniform} of the blocks, the others no less than the columns say.\n\n"
@@ -259,41 +259,42 @@ def mixture(data: dict[str, Any]) -> str:
     return noted(text + table(header, rows), data)
 
 
+FIGURES = {
+    "Perplexity": (faithful, solvers, other_text, allocation),
+    "Beside other methods": (rivals,),
+    "Other models": (gemma3, families, mixture),
+    "In other engines": (stock,),
+    "Zero-shot accuracy": (zero_shot,),
+    "Speed and memory of compressed models": (speed,),
+    "What compressing costs": (lean, streaming, compressing_on_gpu, resuming),
+}
+"""The chapters of docs/figures.md."""
+
+
 def figures() -> str:
-    """Return everything between the README's markers."""
-    sections = (
-        faithful(),
-        solvers(),
-        other_text(),
-        rivals(),
-        allocation(),
-        gemma3(),
-        families(),
-        mixture(),
-        stock(),
-        zero_shot(),
-        speed(),
-        lean(),
-        streaming(),
-        compressing_on_gpu(),
-        resuming(),
-    )
-    return "\n\n".join(section for section in sections if section)
+    """Return all tables, by chapter; what has not been run is left out."""
+    chapters = {title: [text for section in sections if (text := section())] for title, sections in FIGURES.items()}
+    return "\n\n".join(f"## {title}\n\n" + "\n\n".join(texts) for title, texts in chapters.items() if texts)
 
 
-SECTIONS = {"headline": headline, "figures": figures}
-"""What stands between `<!-- name -->` and `<!-- /name -->`."""
+SECTIONS = {
+    "README.md": {"headline": headline, "accuracy": accuracy},
+    "docs/figures.md": {"figures": figures},
+    "docs/zero-shot.md": {"best-over-paper": best_over_paper},
+}
+"""What stands in which file between `<!-- name -->` and `<!-- /name -->`."""
 
 
 def main() -> None:
-    """Rewrite the README's sections."""
-    path = ROOT / "README.md"
-    readme = path.read_text(encoding="utf-8")
-    for name, write in SECTIONS.items():
-        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        before, after = readme.split(start)[0], readme.split(end)[1]
-        readme = f"{before}{start}\n{write()}\n{end}{after}"
-    path.write_text(readme, encoding="utf-8")
+    """Rewrite the sections."""
+    for file, sections in SECTIONS.items():
+        path = ROOT / file
+        text = path.read_text(encoding="utf-8")
+        for name, write in sections.items():
+            start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+            before, after = text.split(start)[0], text.split(end)[1]
+            text = f"{before}{start}\n{write()}\n{end}{after}"
+        path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""The README's section on zero-shot accuracy, from what `zero_shot.py` left."""
+"""The tables of zero-shot accuracy, from what `zero_shot.py` left."""
 
 import math
 from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
+from markdown_tables import MODEL, load, noted, table
 from modegpt.measuring.paired import compare
-from readme import MODEL, load, noted, table
 
 MEANS = (("mean", "acc_norm"), ("mean of `acc`", "acc"))
 """What tables call the means over tasks, and their keys."""
@@ -23,7 +23,7 @@ def zero_shot() -> str:
     parts = []
     main, by_error, others = (load(f"zero_shot{name}.json") for name in ("", "_error", "_others"))
     if main is not None:
-        parts += [_accuracies("**Zero-shot accuracy.**", main), _best_over_paper(main)]
+        parts += [_accuracies("**Zero-shot accuracy.**", main), _by_sparsity(main)]
     if by_error is not None:
         parts.append(_means_by_rule(by_error))
     if main is not None and others is not None:
@@ -33,6 +33,44 @@ def zero_shot() -> str:
         parts.append(CHOSEN_BY)
         parts.append(noted("The differences on these tasks:\n\n" + table(header, lines + _flips(others)), others))
     return "\n\n".join(parts)
+
+
+def accuracy() -> str:
+    """Return the README's table: the mean `acc_norm` of `best` by sparsity and rule, and what it has over `paper`."""
+    files = [data for name in ("", "_error") if (data := load(f"zero_shot{name}.json")) is not None]
+    if not files:
+        return ""
+    about, header, lines = files[0]["protocol"], [""], []
+    dense = next(row["mean"]["acc_norm"] for row in files[0]["rows"] if row["solver"] == "dense")
+    for data in files:
+        rule = f"`{data['protocol']['allocation']}`"
+        best = [f"{row['mean']['acc_norm']:.1%}" for row in _first_seed(data) if row["solver"] == "best"]
+        (_, *header[1:]), over = _differences(data)
+        lines.append([f"`best`, {rule}", *best])
+        lines += [[f"over `paper`, {rule}{name.removeprefix('mean')}", *cells] for name, *cells in over if _norm(name)]
+    text = (
+        f"Mean zero-shot accuracy of {MODEL} over {len(about['tasks'])} tasks, {dense:.1%} as it is, and what `best` "
+        f"has over\n`paper` (`acc_norm`, first {about['limit']} samples of each; standard errors on the same samples):"
+    )
+    return f"{text}\n\n" + table(header, lines)
+
+
+def best_over_paper() -> str:
+    """Return the table of docs/zero-shot.md: what `best` has over `paper`, by tasks and rule."""
+    header, lines = [""], []
+    for name in ("", "_error", "_others"):
+        if (data := load(f"zero_shot{name}.json")) is None:
+            continue
+        about = data["protocol"]
+        tasks = f"{len(about['tasks'])} {'further ' if name == '_others' else ''}tasks, `{about['allocation']}`"
+        (_, *header[1:]), over = _differences(data)
+        lines += [[tasks + name.removeprefix("mean"), *cells] for name, *cells in over if _norm(name)]
+    return table(header, lines)
+
+
+def _norm(name: str) -> bool:
+    """Whether a line of `_differences` is of `acc_norm`."""
+    return "`acc`" not in name
 
 
 def _first_seed(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -75,7 +113,7 @@ def _accuracies(title: str, data: dict[str, Any], before: dict[tuple[str, float]
     return text + "\n\n" + table(header, rows)
 
 
-def _best_over_paper(data: dict[str, Any]) -> str:
+def _by_sparsity(data: dict[str, Any]) -> str:
     """Return a table of the differences between the two sets of solvers on the same samples."""
     header, lines = _differences(data)
     text = (

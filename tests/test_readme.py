@@ -1,4 +1,4 @@
-"""The README tells the truth: its Python runs, its table is the registry, its commands and files exist."""
+"""README and docs tell the truth: Python runs, tables are the registry and the results, links lead somewhere."""
 
 import re
 import shutil
@@ -58,16 +58,32 @@ def test_the_figures_are_those_of_the_result_files():
         from tables import SECTIONS  # pyright: ignore[reportMissingImports]
     finally:
         sys.path.pop(0)
-    assert set(SECTIONS) == {"headline", "figures"}
-    for name, section in SECTIONS.items():
-        told = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", README, re.DOTALL)
+    sections = [(file, name, write) for file, written in SECTIONS.items() for name, write in written.items()]
+    assert {name for _, name, _ in sections} == {"headline", "accuracy", "figures", "best-over-paper"}
+    for file, name, write in sections:
+        told = re.search(rf"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", (ROOT / file).read_text("utf-8"), re.DOTALL)
         assert told is not None
-        assert told[1] == section()
+        assert told[1] == write()
 
 
-def test_links_and_make_targets_exist():
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are linked by, as GitHub makes it of them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_links_lead_somewhere(page: str):
+    path = ROOT / page
+    text = re.sub(r"`[^`]*`", "", path.read_text(encoding="utf-8"))  # "K[i](x)" in code is no link
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        there = path.parent / target if target else path
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

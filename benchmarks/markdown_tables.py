@@ -1,4 +1,4 @@
-"""What the README's figures are made with: the result files of benchmarks, and Markdown tables."""
+"""What tables of figures are made with: the result files of benchmarks, and Markdown."""
 
 import json
 import math
