@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -1188,6 +1188,11 @@ def covering() -> tuple[str, ...]:
         chosen.add(best := max(having, key=lambda name: len(having[name] & left)))
         left -= having[best]
     return tuple(name for name in having if name in chosen)
+
+
+def among_covering(families: Iterable[Family]) -> list[Family]:
+    """Return those of some families that `covering` names: for what the traits decide."""
+    return [family for family in families if family.name in covering()]
 
 
 @cache

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import modegpt
-from conformance.families import FAMILIES, Family, tokens
+from conformance.families import FAMILIES, Family, among_covering, tokens
 from modegpt.architectures import architecture_of
 from modegpt.blocks import BlockSource, Calibration, PrefetchedBlocks, advance, run_block
 from modegpt.config import CompressionConfig
@@ -25,7 +25,7 @@ from modegpt.sums.token_weights import token_weights
 
 CPU = torch.device("cpu")
 ADDING = [family for family in FAMILIES if family.architecture.adds_mlp and not family.dims.n_experts]
-every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+covered = pytest.mark.parametrize("family", among_covering(FAMILIES), ids=lambda family: family.name)
 
 
 def embedded(blocks: BlockSource, windows: Tensor) -> Calibration:
@@ -55,7 +55,7 @@ def test_the_noise_has_the_fisher_information_as_covariance():
     assert not torch.equal(fisher_noise(logits[None], 3), fisher_noise(logits[None], 4))
 
 
-@every_family
+@covered
 @pytest.mark.parametrize("inference", [False, True])
 def test_what_is_pulled_back_is_the_slope_of_the_logits(family: Family, inference: bool):
     """Against central differences of the logits, with final norm, caps and scales of the family."""
@@ -98,7 +98,7 @@ def felt(source, calibration: Calibration, numbers: Tensor, every: int = EVERY) 
 
 
 @pytest.mark.parametrize(("every", "first"), [(EVERY, 0), (11, 4)])
-@pytest.mark.parametrize("family", ADDING, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", among_covering(ADDING), ids=lambda family: family.name)
 def test_the_sums_are_those_of_the_dense_model_s_own_gradients(family: Family, every: int, first: int):
     windows = tokens(rows=5, length=20)
     source, calibration = opened(family.dense(), windows)
