@@ -162,6 +162,24 @@ def test_rows_that_are_done_are_kept(tiny_llama_dir: Path, small_text_file: Path
     assert anew["rows"][1]["perplexity"][0]["perplexity"] != first["rows"][1]["perplexity"][0]["perplexity"]
 
 
+def test_a_second_comparison_in_the_same_folder_is_refused(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    refused: list[str] = []
+
+    def call(**options: Any) -> None:
+        own = measures(small_text_file)
+        compare(tiny_llama_dir, small_text_file, tmp_path / "c", ["flap"], [0.5], CONFIG, own, **options)
+
+    def meanwhile(_stage: str, _done: int, _total: int) -> None:
+        with pytest.raises(InputError) as raised:
+            call(overwrite=True)
+        refused.append(str(raised.value))
+
+    call(progress=meanwhile)
+    assert refused
+    assert all(f"another run is writing to '{tmp_path / 'c' / 'rows'}'" in message for message in refused)
+    call()  # the first one has let go of it
+
+
 def test_a_setting_of_our_solvers_keeps_the_rows_of_others(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
     call = (tiny_llama_dir, small_text_file, tmp_path / "out", ["flap", "paper"], [0.3])
     table = compare(*call, CONFIG, measures(small_text_file))

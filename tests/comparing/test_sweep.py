@@ -25,6 +25,7 @@ from modegpt.pages import plots, sweep_plots
 RULE = "influence"
 SMALL = ["--samples", "8", "--seq-len", "64", "--allocation", RULE]
 CONFIG = CompressionConfig(samples=8, seq_len=64, allocation=RULE)
+UNIFORM = CompressionConfig(samples=8, seq_len=64)
 WINDOWS = ["--seq-len", "64", "--max-windows", "6"]
 
 
@@ -240,6 +241,26 @@ def test_a_killed_sweep_goes_on(tiny_llama_dir: Path, small_text_file: Path, tmp
     for one, other in zip(resumed["points"], whole["points"], strict=True):
         assert one["perplexity"][0]["nll"] == other["perplexity"][0]["nll"]
         assert one.get("layers") == other.get("layers")
+
+
+def test_a_second_sweep_to_the_same_folder_is_refused(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    """It would remove checkpoints that the first one measures."""
+    refused: list[str] = []
+
+    def call(overwrite: bool, **options: Any) -> None:
+        own = measures(small_text_file)
+        sweep(tiny_llama_dir, small_text_file, tmp_path / "s", [0.5], UNIFORM, own, overwrite=overwrite, **options)
+
+    def meanwhile(_stage: str, _done: int, _total: int) -> None:
+        for overwrite in (False, True):
+            with pytest.raises(InputError) as raised:
+                call(overwrite)
+            refused.append(str(raised.value))
+
+    call(False, progress=meanwhile)
+    assert refused
+    assert all(f"another run is writing to '{tmp_path / 's' / 'points'}'" in message for message in refused)
+    call(False)  # the first one has let go of it
 
 
 def test_tasks_are_measured_as_eval_does(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):

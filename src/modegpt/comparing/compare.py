@@ -104,33 +104,33 @@ def compare(
 
     Raises:
         InputError: the call is wrong, a method does not know the model's family, or the folder holds rows of another
-            model, data or setting.
+            model, data or setting, or another run.
     """
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures(rounds=0)
     check_call(config, out, ("rows",), "comparison", (model, calibration, *measures.data, *measures.tasks))
     _check(methods, sparsities)
     wanted = [Wanted(DENSE, 0.0), *(Wanted(method, share) for share in sorted(sparsities) for method in methods)]
-    kept = Rows(out / "rows", out / "compare.json", overwrite)
-    work = _Comparison(str(model), calibration, methods, config, measures, kept, progress)
-    found = {row: work.finished(row) for row in wanted}
-    work.begin([row for row in wanted if found[row] is None])
-    rows = [found[row] or work.measure(row) for row in wanted]
-    told = {key: value for key, value in asdict(measures).items() if key != "rounds"}
-    table = {
-        "model": str(model),
-        "calibration": work.text.about,
-        "config": {key: value for key, value in config.as_dict().items() if key not in BY_ROW},
-        "measures": {**told, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
-        "rows": [shown(row) for row in rows],
-        "warnings": [
-            *seen_text(str(calibration), measures.data),
-            *work.notes,
-            *_unheeded(methods, config),
-            *_apart(rows),
-        ],
-        **protocol(),
-    }
-    write_json(table, out / "compare.json")
+    with Rows(out / "rows", out / "compare.json", overwrite) as kept:
+        work = _Comparison(str(model), calibration, methods, config, measures, kept, progress)
+        found = {row: work.finished(row) for row in wanted}
+        work.begin([row for row in wanted if found[row] is None])
+        rows = [found[row] or work.measure(row) for row in wanted]
+        told = {key: value for key, value in asdict(measures).items() if key != "rounds"}
+        table = {
+            "model": str(model),
+            "calibration": work.text.about,
+            "config": {key: value for key, value in config.as_dict().items() if key not in BY_ROW},
+            "measures": {**told, "seq_len": work.quality.window, "dtype": str(work.dense.dtype).removeprefix("torch.")},
+            "rows": [shown(row) for row in rows],
+            "warnings": [
+                *seen_text(str(calibration), measures.data),
+                *work.notes,
+                *_unheeded(methods, config),
+                *_apart(rows),
+            ],
+            **protocol(),
+        }
+        write_json(table, out / "compare.json")
     return table
 
 

@@ -9,21 +9,35 @@ from ..config import CompressionConfig
 from ..disk import check_writable
 from ..errors import InputError
 from ..running.distributed import started_together
+from ..running.folder_lock import FolderLock
 from ..running.partial import check_fingerprint
 
 
 class Rows:
-    """The rows in a folder.
+    """The rows in a folder, which other runs are kept out of until the context that this is ends.
 
     Args:
         folder: of the files; it need not exist.
         table: the file that is made of all rows in the end.
         overwrite: whether what is there counts for nothing.
+
+    Raises:
+        InputError: another run is in the folder.
     """
 
     def __init__(self, folder: Path, table: Path, overwrite: bool) -> None:
-        """Look at nothing yet."""
+        """Lock the folder if it is there, and read nothing yet."""
         self._folder, self._table, self._overwrite = folder, table, overwrite
+        self._lock = FolderLock(folder) if folder.is_dir() else None
+
+    def __enter__(self) -> "Rows":
+        """Keep other runs out from here on, or from `begin`."""
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Let other runs in."""
+        if self._lock is not None:
+            self._lock.release()
 
     def finished(self, name: str, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
         """Return a row that an equal call has measured; raise `InputError` for one of another call."""
@@ -40,11 +54,12 @@ class Rows:
 
     def begin(self) -> None:
         """Make the folder; if all is to be overwritten, without the table and the rows. Other files in it stay."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = self._lock or FolderLock(self._folder)
         if self._overwrite:
             self._table.unlink(missing_ok=True)
             for file in filter(is_row, self._folder.glob("*.json")):
                 file.unlink()
-        self._folder.mkdir(parents=True, exist_ok=True)
 
     def keep(self, name: str, row: dict[str, Any], fingerprint: dict[str, Any]) -> dict[str, Any]:
         """Write a row, and return it with its fingerprint."""

@@ -76,29 +76,30 @@ def sweep(
         are in docs/json-output.md.
 
     Raises:
-        InputError: the call is wrong, or the folder holds points of another model, data or setting.
+        InputError: the call is wrong, or the folder holds points of another model, data or setting, or another run.
         MissingExtraError: matplotlib is not installed.
     """
     plots.require_matplotlib("a sweep")
     out, config, measures = Path(out), config or CompressionConfig(), measures or Measures()
     check_call(config, out, ("points", "models"), "sweep", (model, calibration, *measures.data, *measures.tasks))
     configs = _configs(config, sparsities)
-    work = _Sweep(str(model), calibration, out, config, measures, keep_models, overwrite, progress)
-    known = {name: work.finished(name, own) for name, own in ((DENSE, None), *configs.items())}
-    work.begin([own for name, own in configs.items() if known[name] is None])
-    points = [known[DENSE] or work.measure_dense()]
-    points += [known[name] or work.measure_point(name, own) for name, own in configs.items()]
-    table = {
-        "model": str(model),
-        "calibration": work.text.about,
-        "config": {key: value for key, value in config.as_dict().items() if key != "sparsity"},
-        "measures": work.about,
-        "points": [shown(point) for point in points],
-        "warnings": [*seen_text(str(calibration), measures.data), *work.notes, *mixed_dtypes(work.dtypes)],
-        **protocol(),
-    }
-    write_json(table, out / "sweep.json")
-    draw(table, out)
+    with Rows(out / "points", out / "sweep.json", overwrite) as kept:
+        work = _Sweep(str(model), calibration, out, config, measures, keep_models, overwrite, kept, progress)
+        known = {name: work.finished(name, own) for name, own in ((DENSE, None), *configs.items())}
+        work.begin([own for name, own in configs.items() if known[name] is None])
+        points = [known[DENSE] or work.measure_dense()]
+        points += [known[name] or work.measure_point(name, own) for name, own in configs.items()]
+        table = {
+            "model": str(model),
+            "calibration": work.text.about,
+            "config": {key: value for key, value in config.as_dict().items() if key != "sparsity"},
+            "measures": work.about,
+            "points": [shown(point) for point in points],
+            "warnings": [*seen_text(str(calibration), measures.data), *work.notes, *mixed_dtypes(work.dtypes)],
+            **protocol(),
+        }
+        write_json(table, out / "sweep.json")
+        draw(table, out)
     return table
 
 
@@ -126,10 +127,12 @@ class _Sweep:
         measures: Measures,
         keep_models: bool,
         overwrite: bool,
+        rows: Rows,
         progress: Progress | None,
     ) -> None:
         """Check everything, then open the texts, then the model."""
         self.out, self.measures, self.keep_models, self.progress = out, measures, keep_models, progress
+        self.overwrite, self.rows = overwrite, rows
         self.device = resolve_device(config.device)
         dense_config, self.notes = dense_config_of(model)
         self.speed = replace(SPEED, repeats=measures.rounds) if measures.rounds else None
@@ -141,7 +144,6 @@ class _Sweep:
         self.dense = open_model(model, "auto", self.device)
         self.run: Run = prepare(self.dense, self.text.windows, replace(config, dtype=self.dtype), None, None)
         self.run.text, self.run.source.name = self.text, model
-        self.overwrite, self.rows = overwrite, Rows(out / "points", out / "sweep.json", overwrite)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -168,12 +170,12 @@ class _Sweep:
         for config in configs:
             self._run(config, "").check()  # before the scores, which nothing has kept yet
         scores = self.scores if configs else None
+        self.rows.begin()
         if self.overwrite:
             for folder in (self.out / "models").glob("*"):
                 if any((folder / name).is_file() for name in (REPORT_NAME, IDENTITY)):  # ours, finished or not
                     shutil.rmtree(folder)
             self._scores_file.unlink(missing_ok=True)
-        self.rows.begin()
         if scores is not None:
             write_json({"fingerprint": self._scores_identity(), "scores": scores.tolist()}, self._scores_file)
 
