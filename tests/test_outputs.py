@@ -3,15 +3,16 @@
 import io
 import json
 import os
+import re
+import resource
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.table import Table
 
-from command_line import modegpt
+from command_line import assert_refused, modegpt
 from modegpt.checkpoint import write_json
 from modegpt.commands.shared import check_json, console
 
@@ -41,17 +42,32 @@ def test_json_goes_where_a_link_points_to(plan: tuple[object, ...], tmp_path: Pa
 
 
 def test_a_killed_write_leaves_the_json_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write, file = Path.write_text, tmp_path / "report.json"
+    write, file = Path.write_bytes, tmp_path / "report.json"
     write_json({"run": 1}, file)
 
-    def killed(self: Path, text: str, **options: Any) -> int:
-        write(self, text[:5], **options)
+    def killed(self: Path, data: bytes) -> int:
+        write(self, data[:5])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", killed)
+    monkeypatch.setattr(Path, "write_bytes", killed)
     with pytest.raises(KeyboardInterrupt):
         write_json({"run": 2}, file)
     assert json.loads(file.read_text()) == {"run": 1}
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(plan: tuple[object, ...], tmp_path: Path):
+    (tmp_path / "plan.png").write_text("before")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    try:
+        result = modegpt(*plan, "--plot", tmp_path / "plan.png")
+        with pytest.raises(OSError, match=re.escape(str(tmp_path / "new.json"))):
+            write_json({"run": "-" * 2000}, tmp_path / "new.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert_refused(result, str(tmp_path / "plan.png"), code=1)
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.png"]
+    assert (tmp_path / "plan.png").read_text() == "before"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from . import modeling_modegpt
 from .architectures import Architecture
+from .disk import write_whole
 from .errors import InputError
 from .formats.checkpoint_files import INDEX, MAX_FILE_BYTES, SINGLE
 from .formats.safetensors_merge import Entry, merge
@@ -188,14 +189,5 @@ def read_number(value: float | None) -> float:
 
 
 def write_json(data: dict[str, Any], path: str | Path) -> None:
-    """Write JSON through a temporary file beside `path`, so that a reader never sees half of it.
-
-    A pipe, a device, or what a link points to is not replaced: it is written where it is.
-    """
-    path, text = Path(path), json_text(data) + "\n"
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        path.write_text(text, encoding="utf-8")
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)  # noqa: PTH105 - Path.replace is the same call; this one says it is atomic
+    """Write JSON as a file that is whole or not there, see `write_whole`."""
+    write_whole(json_text(data) + "\n", path)

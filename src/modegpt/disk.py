@@ -1,7 +1,9 @@
-"""What a disk may refuse."""
+"""What a disk may refuse, and files that are whole or not there."""
 
 import errno
+import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -24,3 +26,25 @@ def check_writable(folder: Path, what: str) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as problem:
         raise InputError(f"{what}: nothing can be written to '{folder}' ({problem.strerror})") from problem
+
+
+def write_whole(content: str | bytes, path: str | Path) -> None:
+    """Write a file through a temporary one beside it, so that a reader never sees half of it.
+
+    A pipe, a device, or what a link points to is not replaced: it is written where it is.
+
+    Raises:
+        OSError: the disk refused it, and nothing is left of it; names `path`.
+    """
+    path, data = Path(path), content.encode() if isinstance(content, str) else content
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_bytes(data)
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)  # noqa: PTH105 - Path.replace is the same call; this one says it is atomic
+    except OSError as problem:
+        with suppress(OSError):
+            temporary.unlink()
+        raise OSError(problem.errno, problem.strerror, str(path)) from problem

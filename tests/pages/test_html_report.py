@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from command_line import assert_refused
 from modegpt import InputError
 from modegpt.cli import app
 from modegpt.pages import plots
@@ -243,6 +245,19 @@ def refused(result: Result, *words: str) -> None:
     (line,) = result.stderr.splitlines()
     for word in words:
         assert word in line
+
+
+def test_a_full_disk_leaves_the_page_that_was_there(run: Path, tmp_path: Path):
+    page = tmp_path / "page.html"
+    page.write_text("before")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    try:
+        result = modegpt("report", run, "--out", page)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert_refused(result, str(page), code=1)
+    assert page.read_text() == "before"
 
 
 def test_wrong_calls_are_refused(run: Path, tiny_llama_dir: Path, tmp_path: Path):

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..disk import write_whole
 from . import plots
 from .sweep_plots import REMOVED
 
@@ -25,7 +26,7 @@ def draw(table: dict[str, Any], path: Path) -> None:
     text, wide = Path(dense["perplexity"][0]["data"]).name, max(finite, default=0) > 10 * _perplexity(dense)
     svg = plots.lines(series, REMOVED, f"perplexity, {text}", log=wide)
     alt = f"Perplexity of {Path(table['model']).name} on {text} against the share removed, by {', '.join(series)}."
-    path.write_text(plots.standalone(svg, alt), encoding="utf-8")
+    write_whole(plots.standalone(svg, alt), path)
 
 
 def _perplexity(row: dict[str, Any]) -> float:

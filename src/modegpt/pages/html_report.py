@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import REPORT_NAME, read_number
+from ..disk import write_whole
 from ..errors import InputError, MissingExtraError
 from ..inspection import describe
 from ..report import OTHER_DTYPES, mixed_dtypes
@@ -87,7 +88,7 @@ def write_report(
         }
     )
     target = Path(out) if out is not None else Path(folder) / PAGE_NAME
-    target.write_text(page, encoding="utf-8")
+    write_whole(page, target)
     return {"file": str(target), "bytes": len(page.encode()), "sections": [s["id"] for s in shown], **figures}
 
 

@@ -1,8 +1,10 @@
 """A plan as a picture: what the rule measured of every layer, and what each is to lose."""
 
+import io
 from pathlib import Path
 from typing import Any
 
+from ..disk import write_whole
 from ..ranks.units import score_parts
 from .plots import COLOURS, require_matplotlib
 
@@ -49,4 +51,6 @@ def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
     axes[-1].set_xlabel("layer")
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix[1:].lower(), dpi=150)
+    write_whole(picture.getvalue(), path)

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ..disk import write_whole
 from . import plots
 
 REMOVED = "% of the decoder blocks' parameters removed"
@@ -60,4 +61,4 @@ def _is_wide(points: list[dict[str, Any]]) -> bool:
 def _write(path: Path, svg: str, what: str, table: dict[str, Any], against: str) -> None:
     names = ", ".join(point["name"] for point in table["points"])
     alt = f"{what} of {Path(table['model']).name} against {against}, at sparsity {names}; sweep.json has the figures."
-    path.write_text(plots.standalone(svg, alt), encoding="utf-8")
+    write_whole(plots.standalone(svg, alt), path)
