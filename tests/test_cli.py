@@ -131,6 +131,12 @@ def test_json_replaces_neither_what_is_read_nor_the_checkpoint(
     assert list((tmp_path / "a").iterdir()) == []
 
 
+def test_the_json_of_a_demo_does_not_replace_a_part_of_its_checkpoint(tmp_path: Path):
+    (tmp_path / "report.json").write_text("{}")
+    refused = modegpt("demo", "--out", tmp_path, "--overwrite", "--json", tmp_path / "report.json")
+    assert_refused(refused, "would replace what is written")
+
+
 def test_two_results_are_not_written_to_one_file(tiny_llama_dir: Path, tmp_path: Path):
     same = tmp_path / "same.svg"
     refused = modegpt("plan", tiny_llama_dir, "--seq-len", 32, "--json", same, "--plot", same)

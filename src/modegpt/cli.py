@@ -237,7 +237,7 @@ def demo(
     json_file: str | None = JSON,
 ) -> None:
     """Compress, evaluate and compare a small real model, with no network: a few minutes on two cores."""
-    check_json(json_file)
+    check_json(json_file, out=out)
     begin()
     from .commands.demo import run, tables
     from .commands.progress_bar import ProgressBar

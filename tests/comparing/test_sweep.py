@@ -339,6 +339,13 @@ def test_a_folder_of_something_else_is_refused(tiny_llama_dir: Path, small_text_
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_a_link_may_lead_to_a_folder_that_is_not_there_yet(tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "sweep")
+    sweep(tiny_llama_dir, small_text_file, tmp_path / "link", [0.5], UNIFORM, measures(small_text_file))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "sweep" / "sweep.json").is_file()
+
+
 def test_kept_models_open(swept: tuple[Path, Result]):
     model = AutoModelForCausalLM.from_pretrained(swept[0] / "models" / "0.5")
     table = json.loads((swept[0] / "sweep.json").read_text())

@@ -54,7 +54,7 @@ class Rows:
 
     def begin(self) -> None:
         """Make the folder; if all is to be overwritten, without the table and the rows. Other files in it stay."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder.resolve().mkdir(parents=True, exist_ok=True)  # a link may lead to what is not there yet
         self._lock = self._lock or FolderLock(self._folder)
         if self._overwrite:
             self._table.unlink(missing_ok=True)
