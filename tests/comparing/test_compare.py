@@ -3,13 +3,14 @@
 import inspect
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PhiConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PhiConfig
 
 from command_line import cells, modegpt
 from modegpt import CompressionConfig, InputError, compress, perplexity
@@ -254,6 +255,20 @@ def test_a_wrong_call_is_told_before_the_model_is_opened(options: list[str], wor
     assert result.exit_code == 2
     assert word in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_calibration_text_beyond_the_vocabulary_is_refused(
+    tiny_llama_dir: Path, small_text_file: Path, tmp_path: Path
+):
+    """Of another tokenizer, in a word that the text to measure on does not hold."""
+    model, text, out = shutil.copytree(tiny_llama_dir, tmp_path / "model"), tmp_path / "text.txt", tmp_path / "c"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["zebra"])
+    tokenizer.save_pretrained(model)
+    text.write_text("zebra" * 8 * 64)
+    with pytest.raises(InputError, match="calibration text has tokens from 384 to 384, and the model has 384 of them"):
+        compare(model, text, out, ["flap"], [0.3], CONFIG, measures(small_text_file))
+    assert not out.exists()
 
 
 def test_a_method_that_does_not_know_the_family_is_told_first(

@@ -27,7 +27,7 @@ from ..running.fingerprint import run_fingerprint
 from ..running.lending import lent
 from ..running.sizes import layer_sizes
 from ..running.source import Source, dense_config_of, open_source
-from ..running.text import open_text
+from ..running.text import check_ids, open_text
 from ..sums.full_float32 import full_float32
 from .in_turn import seen_text
 from .measures import Measures, Quality
@@ -212,6 +212,7 @@ class _Comparison:
         self.device = resolve_device(config.device)
         self.dense = open_model(model, "auto", self.device)
         self.source = open_source(self.dense, self.device)
+        check_ids(self.text, self.source)
         self.notes += _free_widths(self.source, own_dtype(dense_config), config)
         self.made_by: dict[str, tuple[Callable[[float], Reduced], float]] = {}
         """What makes the models of another method, and the seconds that finding out took."""
