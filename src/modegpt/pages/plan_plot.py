@@ -52,5 +52,5 @@ def plot_plan(plan: dict[str, Any], path: str | Path) -> None:
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     picture = io.BytesIO()
-    figure.savefig(picture, format=Path(path).suffix[1:].lower(), dpi=150)
+    figure.savefig(picture, format=Path(path).suffix[1:].lower() or None, dpi=150)
     write_whole(picture.getvalue(), path)
