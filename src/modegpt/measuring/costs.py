@@ -5,14 +5,14 @@ For `n` prompt tokens and one that attends to `c` positions, with a window `w` w
     prefill MACs = n * linear + head + sum over layers of a_l * sum over t = 1..n of min(t, w_l)
     decode MACs  =     linear + head + sum over layers of a_l * min(c, w_l) + e_l * (min(c, w_l) - 1)
 
-`linear` is the sum of outputs times inputs over the linear layers that a token passes, `head` that of the output
-embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query against
-one position. Where latents are cached (multi-head latent attention), each step makes keys and values of all of them
-anew: `e_l` is that of one position, the size of `kv_b_proj`; elsewhere it is 0. Where an indexer picks the `w`
-positions, it scores all `c` of them, over its heads, and that is added. Layers behind which nothing reads the
-prompt's other tokens, as those of Gemma 4 that read the keys and values of earlier ones, run for its last token alone:
-there `n` is 1, and attention is that of the last token. Norms, biases, activations, softmax, the rotation,
-convolutions, and the states of linear attention and Mamba are not counted.
+`linear` is the sum of outputs times inputs over the linear layers and routers that a token passes, `head` that of the
+output embedding, which only the last token of a prompt passes, and `a_l = n_heads * (qk_dim + value_dim)` is one query
+against one position. Where latents are cached (multi-head latent attention), each step makes keys and values of all of
+them anew: `e_l` is that of one position, the size of `kv_b_proj`; elsewhere it is 0. Where an indexer picks the `w`
+positions, it scores all `c` of them, over its heads, and that is added. Layers behind which nothing reads the prompt's
+other tokens, as those of Gemma 4 that read the keys and values of earlier ones, run for its last token alone: there `n`
+is 1, and attention is that of the last token. Norms, biases, activations, softmax, the rotation, convolutions, and the
+states of linear attention and Mamba are not counted.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from ..architectures.fused import weighs_inputs
 from ..cache_name import CACHE
@@ -201,7 +200,7 @@ def cache_bytes(cache: Any) -> int:
 
 @contextmanager
 def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int], dict[nn.Module, int]]]:
-    """Collect the MACs of every linear layer that runs in the context, but for the head, and what experts leave idle.
+    """Collect the MACs of all linear layers that run in the context, but for the head, and what experts leave idle.
 
     Fused experts hold parameters of three dims, the first of them the experts, and in some families biases of two, and
     are called with the experts of each token, `(tokens, k)`. Llama 4's are called with all tokens for each of them, of
@@ -229,7 +228,7 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
         idle[module] = (len(weights[0]) - per_token) * sum(weight[0].numel() for weight in weights)
 
     fused = [m for m in model.modules() if any(p.ndim == 3 for p in m.parameters(recurse=False))]
-    linears = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
+    linears = [module for module in model.modules() if _multiplies(module) and module is not head]
     handles = [module.register_forward_hook(count) for module in linears]
     handles += [module.register_forward_hook(count_experts) for module in fused]
     try:
@@ -237,6 +236,16 @@ def _count_linear_macs(model: nn.Module, head: Any) -> Iterator[tuple[list[int],
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Tell whether a module multiplies by a matrix: a linear layer, or a router, which in most families is no `Linear`.
+
+    The gains of a norm have two dims where each head has its own (Cohere).
+    """
+    weight = getattr(module, "weight", None)
+    matrix = isinstance(weight, torch.Tensor) and weight.ndim == 2
+    return matrix and not isinstance(module, nn.Embedding) and "Norm" not in type(module).__name__
 
 
 def file_bytes(name: str) -> int | None:
