@@ -30,7 +30,7 @@ from result_file import save
 EVAL_WINDOWS, GGUF_WINDOWS = 48, 8
 ROUND_TO = 32
 """What blocks of llama.cpp's 8-bit weights are long."""
-ROUNDS, NEW_TOKENS = 7, 64
+ROUNDS, NEW_TOKENS = 21, 64
 
 
 def main() -> None:
