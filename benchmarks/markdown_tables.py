@@ -37,11 +37,6 @@ def first_draw(data: dict[str, Any]) -> list[dict[str, Any]]:
     return [row for row in data["rows"] if not row.get("seed")]
 
 
-def noted(text: str, data: dict[str, Any]) -> str:
-    """Return a section with what is to be said of the figures in a file: which of them another version gave, say."""
-    return f"{text}\n\n{data['note']}" if "note" in data else text
-
-
 def shown(value: float | None) -> str:
     """Return a figure with one decimal; nothing for one that was not measured."""
     return "" if value is None else f"{value:.1f}"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from markdown_tables import first_draw, load, noted, risen, section, table
+from markdown_tables import first_draw, load, risen, section, table
 
 
 @section("stock.json")
@@ -34,7 +34,7 @@ def stock(data: dict[str, Any]) -> str:
             f"{data['machine']['threads']} threads): perplexity on the {engine['perplexity']}, prompts of "
             f"{engine['prompt']} tokens, {engine['decoded']} decoded, in turn,\nmedians of {engine['rounds']} rounds"
         )
-    return noted(f"{told} (`benchmarks/stock.py`).\n\n{table(header, lines)}", data)
+    return f"{told} (`benchmarks/stock.py`).\n\n{table(header, lines)}"
 
 
 def _uniform() -> dict[float, float]:

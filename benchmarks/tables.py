@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from markdown_tables import MODEL, first_draw, load, noted, risen, section, shown, table
+from markdown_tables import MODEL, first_draw, load, risen, section, shown, table
 from speed_tables import compressing_on_gpu, lean, resuming, speed, streaming
 from stock_table import stock
 from zero_shot_tables import accuracy, best_over_paper, zero_shot
@@ -122,14 +122,13 @@ def allocation(data: dict[str, Any]) -> str:
 @section("solvers.json")
 def solvers(data: dict[str, Any]) -> str:
     """Return the section on the best solvers against the paper's, and what each costs."""
-    text = f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_draws(data)}\n{_solver_costs(data)}"
-    return noted(text, data)
+    return f"**The best solvers against the paper's.** {_solver_table(data)}\n\n{_draws(data)}\n{_solver_costs(data)}"
 
 
 @section("solvers_instruct.json")
 def other_text(data: dict[str, Any]) -> str:
     """Return the section on the same, calibrated on another text."""
-    return noted(f"**The same, calibrated on another text.** {_solver_table(data)}", data)
+    return f"**The same, calibrated on another text.** {_solver_table(data)}"
 
 
 def _of_all_modules(data: dict[str, Any]) -> dict[tuple[str, str | None, float], dict[str, Any]]:
@@ -234,7 +233,7 @@ def families(data: dict[str, Any]) -> str:
         f"`{about['allocation']}`, {about['dtype']}, calibrated on {about['calibration']}, measured on "
         f"{about['evaluation']}:\nrise of log perplexity with `paper` and with `best` (`benchmarks/families.py`).\n\n"
     )
-    return noted(text + table(["family", "dense perplexity", *(f"{share:.0%}" for share in shares)], rows), data)
+    return text + table(["family", "dense perplexity", *(f"{share:.0%}" for share in shares)], rows)
 
 
 @section("mixture.json")
@@ -256,7 +255,7 @@ def mixture(data: dict[str, Any]) -> str:
         "the rise of its logarithm (`benchmarks/mixture.py`).\n\n"
     )
     header = ["sparsity", "`paper`", "`best`", "time of `best` over `paper`"]
-    return noted(text + table(header, rows), data)
+    return text + table(header, rows)
 
 
 FIGURES = {

@@ -5,7 +5,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
-from markdown_tables import MODEL, load, noted, table
+from markdown_tables import MODEL, load, table
 from modegpt.measuring.paired import compare
 
 MEANS = (("mean", "acc_norm"), ("mean of `acc`", "acc"))
@@ -31,7 +31,7 @@ def zero_shot() -> str:
         parts.append(_accuracies("**The other tasks, and the means over all.**", others, before))
         header, lines = _differences(others)
         parts.append(CHOSEN_BY)
-        parts.append(noted("The differences on these tasks:\n\n" + table(header, lines + _flips(others)), others))
+        parts.append("The differences on these tasks:\n\n" + table(header, lines + _flips(others)))
     return "\n\n".join(parts)
 
 

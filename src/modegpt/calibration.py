@@ -231,7 +231,7 @@ def _record_text(record: Any, where: str) -> str:
 def _text_field(record: dict[str, Any], key: str, where: str) -> str:
     value = record[key]
     if not isinstance(value, str):
-        raise InputError(f"{where} holds a {_kind(value)} under '{key}'; give text")
+        raise InputError(f"{where} holds a JSON {_kind(value)} under '{key}'; give text")
     return value
 
 
