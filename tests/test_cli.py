@@ -137,6 +137,16 @@ def test_the_json_of_a_demo_does_not_replace_a_part_of_its_checkpoint(tmp_path: 
     assert_refused(refused, "would replace what is written")
 
 
+@pytest.mark.parametrize(("command", "row"), [("sweep", "points/dense.json"), ("compare", "rows/dense.json")])
+def test_json_replaces_no_row_that_was_kept(command: str, row: str, tiny_llama_dir: Path, tmp_path: Path):
+    (tmp_path / row).parent.mkdir()
+    (tmp_path / row).write_text("{}")
+    text = tmp_path / "text.txt"  # is not read before the call is refused
+    call = ("--out", tmp_path, "--calibration", text, "--data", text, "--json", tmp_path / row)
+    assert_refused(modegpt(command, tiny_llama_dir, *call), "would replace what is written")
+    assert (tmp_path / row).read_text() == "{}"
+
+
 def test_two_results_are_not_written_to_one_file(tiny_llama_dir: Path, tmp_path: Path):
     same = tmp_path / "same.svg"
     refused = modegpt("plan", tiny_llama_dir, "--seq-len", 32, "--json", same, "--plot", same)

@@ -38,7 +38,7 @@ def compare(
 ) -> None:
     """Compare methods on MODEL, all with the same text and sparsity; one that was stopped goes on where it was."""
     shares = numbers("sparsity", sparsity)
-    check_json(json_file, model, calibration, *data, *tasks, out=plot)
+    check_json(json_file, model, calibration, *data, *tasks, out=plot, kept=[out / "rows"])
     if plot is not None:
         _check_plot(plot, bool(data) or not tasks)
     begin()

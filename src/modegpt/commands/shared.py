@@ -165,13 +165,14 @@ def check_positive(name: str, value: int | None) -> None:
         raise InputError(f"{name} {value} is not a positive whole number")
 
 
-def check_json(file: str | None, *read: str | Path | None, out: Path | None = None) -> None:
+def check_json(file: str | None, *read: str | Path | None, out: Path | None = None, kept: Sequence[Path] = ()) -> None:
     """Refuse, before the work, a `--json` target that could not be written after it, or that is read or written.
 
     Args:
         file: the target.
         read: models, texts, tasks and results that the command reads; what is no file or folder is passed over.
         out: what the command writes beside it: a checkpoint's folder, or a file.
+        kept: files, and folders with all in them, that the command goes on from when it is called again.
     """
     if file is None or file == "-":
         return
@@ -179,7 +180,8 @@ def check_json(file: str | None, *read: str | Path | None, out: Path | None = No
     for path in read if Path(file).is_file() else ():
         if path is not None and _is_of(file, path):
             raise InputError(f"--json '{file}' would replace what is read: give another file name")
-    if out is not None and _is_of(file, out):
+    inside = any(Path(file).resolve().is_relative_to(path.resolve()) for path in kept)
+    if inside or (out is not None and _is_of(file, out)):
         raise InputError(f"--json '{file}' would replace what is written: give another file name")
 
 

@@ -35,7 +35,8 @@ def sweep(
 ) -> None:
     """Compress and measure MODEL at several sparsities; a sweep that was stopped goes on where it was."""
     shares = numbers("sparsity", sparsity)
-    check_json(json_file, model, calibration, *data, *tasks)
+    own = [out / name for name in ("points", "models", "scores.json")]
+    check_json(json_file, model, calibration, *data, *tasks, kept=own)
     begin()
     # The profiler, which counts memory on a CPU, reports its start and end on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
