@@ -137,6 +137,14 @@ def test_the_json_of_a_demo_does_not_replace_a_part_of_its_checkpoint(tmp_path: 
     assert_refused(refused, "would replace what is written")
 
 
+@pytest.mark.parametrize("option", ["--calibration", "--out", "--json"])
+def test_a_name_that_no_file_may_have_is_refused(option: str, tiny_llama_dir: Path, tmp_path: Path):
+    call = {"--out": tmp_path / "a", "--calibration": "python-docs", option: tmp_path / ("a" * 300)}
+    refused = modegpt("compress", tiny_llama_dir, *SMALL, *(part for given in call.items() for part in given))
+    assert_refused(refused, "is longer than the file system allows: give a shorter one")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(("command", "row"), [("sweep", "points/dense.json"), ("compare", "rows/dense.json")])
 def test_json_replaces_no_row_that_was_kept(command: str, row: str, tiny_llama_dir: Path, tmp_path: Path):
     (tmp_path / row).parent.mkdir()

@@ -1,5 +1,6 @@
 """What every command shares: one line for an error, one place for JSON, the checks before the work."""
 
+import errno
 import os
 import re
 import signal
@@ -109,6 +110,8 @@ def _fail_for(problem: Exception) -> NoReturn:
     """Leave with one line for what a user can cause; raise anything else."""
     if isinstance(problem, ModegptError):
         fail(str(problem), problem.exit_code)
+    if isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG:
+        fail(f"the name '{problem.filename}' is longer than the file system allows: give a shorter one", 2)
     if isinstance(problem, (OSError, MemoryError)):
         fail(f"{type(problem).__name__}: {problem}", 1)
     if _out_of_memory(problem):
