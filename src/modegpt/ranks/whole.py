@@ -154,11 +154,11 @@ def round_to_budget(
 ) -> list[int]:
     """Round real-valued removals to steps so that their sum is kept.
 
-    Error diffusion: in each layer the module with the finest steps (the MLP) takes over what the rounding of the
-    others left, and what the layer before left. So each layer keeps its share to about half its finest step, and the
-    total too. The coarser modules pass their own error on to the same module of the next layer, so that over the
-    layers each keeps its share as well, however wide the steps. What full or empty modules could not take is then
-    corrected where the steps are finest.
+    Error diffusion: in each layer the module with the finest steps (the MLP, or value-output where widths go in steps
+    of `ALIGNED`) takes over what the rounding of the others left, and what the layer before left. So each layer keeps
+    its share to about half its finest step, and the total too. The coarser modules pass their own error on to the same
+    module of the next layer, so that over the layers each keeps its share as well, however wide the steps. What full or
+    empty modules could not take is then corrected where the steps are finest.
 
     Args:
         slots: the free ranks.
