@@ -96,17 +96,21 @@ class Stopwatch:
         self._device = device
         self._start = time.perf_counter()
         self._stages: dict[str, float] = {}
+        self._inside = 0.0
+        """Seconds that ended stages inside the present one have taken."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the time inside the context to the stage `name`."""
-        start = time.perf_counter()
+        """Count the time inside the context to the stage `name`, but for that of other stages inside it."""
+        start, outside, self._inside = time.perf_counter(), self._inside, 0.0
         try:
             yield
         finally:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-            self._stages[name] = self._stages.get(name, 0.0) + time.perf_counter() - start
+            passed = time.perf_counter() - start
+            self._stages[name] = self._stages.get(name, 0.0) + passed - self._inside
+            self._inside = outside + passed
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each stage and, under `total`, of the whole run."""
