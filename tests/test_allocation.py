@@ -462,6 +462,9 @@ def test_an_impossible_budget_names_the_largest_sparsity_and_that_one_works():
         allocate("influence", [single(1000)] * 2, 0.6, ("mlp",), [0, 1], max_sparsity=0.5)
     with pytest.raises(InputError, match=r"largest possible is 0 \(qk stays whole .*\)"):
         allocate("uniform", [llama(16, 32, 8, 2, whole=("qk",))], 0.2, ("qk",))
+    for rule, bounded, scores in (("owl", "block", [0.0]), ("error", "module", [[1.0] * 3])):
+        with pytest.raises(InputError, match=f"with at most 0.5 of a {bounded} removed"):
+            allocate(rule, [SMOL], 0.6, scores=scores, max_sparsity=0.5)
 
 
 def test_width_is_one_for_all_layers_and_nearest_to_the_budget():

@@ -100,11 +100,12 @@ def allocate(
     if rule == "width":
         return _one_width(sizes, sparsity, modules, round_to)
     slots, warnings = open_slots(sizes, modules, round_to)
+    bounded = "module" if rule == "error" else "block"
     if not slots:
         warnings += left_whole(sizes, modules, "it cannot be cut", modules)
         reasons = f" ({'; '.join(warnings)})" if warnings else ""
         bound = None if rule == "uniform" else max_sparsity
-        raise InputError(impossible(sparsity, 0.0, modules, bound, round_to) + reasons)
+        raise InputError(impossible(sparsity, 0.0, modules, bound, round_to, bounded) + reasons)
     if rule == "uniform":
         warnings += left_whole(sizes, modules, "nothing makes up for it under 'uniform'")
         sparsities = [sparsity] * len(sizes)
@@ -127,7 +128,7 @@ def allocate(
     # Relative 1e-9 forgives the rounding of a sparsity computed as removed/total, and stays far below one parameter
     # in the billions of a large model.
     if budget > reachable * (1 + 1e-9):
-        raise InputError(impossible(sparsity, reachable / total, modules, max_sparsity, round_to))
+        raise InputError(impossible(sparsity, reachable / total, modules, max_sparsity, round_to, bounded))
     chosen = None
     if rule == "error":
         shares = fill_exponential(1.0, kept_by_half(units, budget), budget)

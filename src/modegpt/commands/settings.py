@@ -20,7 +20,7 @@ HELP = {
     "seed": "Of random windows, and of what best draws.",
     "allocation": "uniform, error, influence, influence-blocks, owl or width.",
     "temperature": "Of the influence rules, in units of the score, or auto.",
-    "max_sparsity": "Upper bound on one layer, if not uniform or width.",
+    "max_sparsity": "Upper bound on one layer, under error on one module; not for uniform and width.",
     "round_to": "Every dim a multiple of this (default: MLPs in 16 bits, of 8).",
     "owl_threshold": "OWL's M.",
     "owl_lambda": "OWL's lambda.",

@@ -36,11 +36,16 @@ def check_request(
 
 
 def impossible(
-    sparsity: float, reachable: float, modules: Sequence[str], max_sparsity: float | None, round_to: int
+    sparsity: float,
+    reachable: float,
+    modules: Sequence[str],
+    max_sparsity: float | None,
+    round_to: int,
+    bounded: str = "block",
 ) -> str:
-    """Say that a sparsity cannot be reached, and which one can."""
+    """Say that a sparsity cannot be reached, and which one can; `bounded` is what `max_sparsity` bounds."""
     rounded = f" in multiples of {round_to}" if round_to > 1 else ""
-    bound = "" if max_sparsity is None else f" with at most {max_sparsity:g} of a block removed"
+    bound = "" if max_sparsity is None else f" with at most {max_sparsity:g} of a {bounded} removed"
     return (
         f"sparsity {sparsity:g} cannot be reached by compressing {', '.join(modules)}{rounded}{bound}: "
         f"the largest possible is {math.floor(reachable * 1e4) / 1e4:g}"
