@@ -140,7 +140,7 @@ def test_the_page_tells_every_layer_as_the_report_does(run: Path, page: Page):
     assert settings["modules"] == "mlp, qk, vo"
     memory = {row[0]: row[1:] for row in page.tables["Memory"][1:]}
     assert memory["parameters"][:2] == [f"{report['parameters'][name]:,}" for name in ("dense", "compressed")]
-    for stage in ("decomposing", "importance scores"):
+    for stage in ("decomposing", "importance scores", "writing coverage windows"):
         assert stage in page.text
     assert f"{report['sparsity']['total']:.2%} of all parameters" in page.text
     assert report["command"] in page.text

@@ -19,6 +19,7 @@ STAGES = {
     "load": "loading weights",
     "embed": "embedding the text",
     "scores": "importance scores",
+    "coverage": "writing coverage windows",
     "moments": "moments of the dense blocks",
     "decompose": "decomposing",
     "forward": "running compressed blocks",
