@@ -582,6 +582,29 @@ def test_what_experts_lack_is_in_the_units_of_the_mixture(name: str, monkeypatch
         torch.testing.assert_close(middle + added, target, rtol=1e-4, atol=1e-4)  # float32 sums of states near 10
 
 
+def test_no_token_that_is_far_from_the_dense_one_rules_the_refit_of_experts(monkeypatch: pytest.MonkeyPatch):
+    family = BY_NAME["mixtral"]
+    source, calibration = opened(family)
+    dense, lacks = shifted(calibration), staged.ExpertRefit.lacks
+    told: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def tell(self: staged.ExpertRefit, residual: torch.Tensor, weights: torch.Tensor) -> None:
+        told.append((residual.norm(dim=-1), weights))
+        lacks(self, residual, weights)
+
+    monkeypatch.setattr(staged.ExpertRefit, "lacks", tell)
+    monkeypatch.setattr("modegpt.sums.token_weights.ASTRAY", 0.85)  # between what the tokens of this model are off by
+    compressed(source, calibration, {**family.full_ranks()[0], "mlp": 16}, CompressionConfig(solver="best"), dense)
+    assert calibration.weights is not None
+    off, weights = (torch.cat(parts).flatten() for parts in zip(*told, strict=True))
+    norms = torch.cat(list(dense.hidden)).norm(dim=-1).flatten()
+    alike = torch.cat(list(calibration.weights)).flatten() / norms
+    far = off > 0.85 * norms
+    assert 0 < far.sum() < len(far)
+    torch.testing.assert_close(weights[~far], alike[~far].float())
+    torch.testing.assert_close((weights * off.square())[far], (alike * (0.85 * norms).square())[far].float())
+
+
 def test_what_was_repaired_in_attention_is_still_told():
     family = BY_NAME["llama-grouped"]
     source, calibration = opened(family)

@@ -5,7 +5,7 @@ import torch
 from conformance.families import FAMILIES, tokens
 from modegpt.compress import prepare
 from modegpt.config import CompressionConfig
-from modegpt.sums.token_weights import token_weights, weighed_by_norm
+from modegpt.sums.token_weights import bounded_astray, token_weights, weighed_by_norm
 
 
 def test_a_token_counts_by_a_power_of_its_occurrences():
@@ -47,3 +47,12 @@ def test_a_token_counts_by_its_hidden_state_too():
     weights = torch.tensor([[2.0, 1.0], [1.0, 5.0]], dtype=torch.float64)
     assert torch.equal(weighed_by_norm(weights, states), torch.tensor([[0.4, 0.0], [0.5, 0.5]]))
     assert torch.equal(weighed_by_norm(None, states), torch.tensor([[0.2, 0.0], [0.5, 0.1]]))
+
+
+def test_a_token_that_is_far_off_is_bounded_and_others_are_left_alone():
+    states = torch.tensor([[[3.0, 4.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]]])
+    output = torch.tensor([[[3.0, -46.0], [3.0, 1004.0], [0.0, 0.0], [1.0, 0.0]]])  # 50, 1000, 0 and 1 away
+    weights = torch.tensor([[0.3, 2.0, 0.0, 0.0]])
+    bounded = bounded_astray(weights, states, output)
+    assert torch.equal(bounded[0, [0, 2, 3]], weights[0, [0, 2, 3]])
+    torch.testing.assert_close(bounded[0, 1].item(), 2.0 / 400, rtol=1e-6, atol=0)  # float32

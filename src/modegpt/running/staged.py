@@ -20,7 +20,7 @@ from ..observing.experts import Routed, told
 from ..observing.inputs import inputs_of
 from ..observing.normed_outputs import NormedOutputs
 from ..report import Stopwatch, room_bytes
-from ..sums.token_weights import weighed_by_norm
+from ..sums.token_weights import bounded_astray, weighed_by_norm
 from .dense_pass import DensePass
 from .distributed import Team
 from .expert_refit import ExpertRefit
@@ -188,11 +188,13 @@ class BlockCompressor:
             for batch, output in enumerate(run_block(block, index, calibration, self.device)):
                 states, weights, rms = next(wanted)
                 states = states.to(self.device)
+                weights = weighed_by_norm(weights, states, rms)
                 if normed is None:
+                    weights = bounded_astray(weights, states, output)
                     residual = architecture.lacking(block, states.float(), output.float())
                 else:
                     residual = next(outputs).to(self.device).float() - into_norm.pop().float()
-                refit.lacks(residual, weighed_by_norm(weights, states, rms))
+                refit.lacks(residual, weights)
                 if middles is not None:
                     calibration.hidden[batch] = middles.pop()
         with self.watch.stage("decompose"):

@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+ASTRAY = 10.0
+"""Norms of its dense hidden state by which a token is so far from it that it is bounded in its share of a fit."""
+
 
 def token_weights(windows: Tensor, exponent: float) -> Tensor | None:
     """Return `w_t ∝ n(token_t)^-α` of every token, `(samples, seq_len)` float64 of mean 1; None for `α = 0`.
@@ -43,3 +46,21 @@ def weighed_by_norm(weights: Tensor | None, states: Tensor, rms: Tensor | None =
         norms *= rms.to(norms.device)
     inverse = torch.where(norms > 0, 1 / norms, 0)
     return inverse if weights is None else weights.to(states.device, torch.float32) * inverse
+
+
+def bounded_astray(weights: Tensor, states: Tensor, output: Tensor) -> Tensor:
+    """Return `w_t min(1, (c ‖h_t‖ / ‖h_t − ĥ_t‖)²)`, which bounds `w_t ‖h_t − ĥ_t‖²` by `w_t c² ‖h_t‖²`, `c = 10`.
+
+    Some models make a massive state of a few tokens in one layer, and of which tokens hangs on little: the compressed
+    model may do so for one that the dense model does not. One such token can be most of what a layer is off by, and a
+    fit would give up all the others for it (docs/log.md). What the layers behind read of it, normed, is wrong by no
+    more than twice the norm, however far it is off. Where no token is, the weights are those given, to the bit.
+
+    Args:
+        weights: `(batch, tokens)` `w`.
+        states: `(batch, tokens, d_model)` `h`, the dense model's hidden states behind a block.
+        output: those `ĥ` of the compressed model.
+    """
+    states, output = states.float(), output.float()
+    off = (states - output).norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return weights * (ASTRAY * states.norm(dim=-1) / off).clamp(max=1).square()
