@@ -104,6 +104,19 @@ def probe_of(source):
     return FisherProbe(source.blocks, peek, source.dims.n_layers, torch.arange(5), CPU, seed=0)
 
 
+def told_to_experts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """What the refit of experts is told of each batch: residual and weights, and what the experts gave."""
+    lacks, told = staged.ExpertRefit.lacks, []
+
+    def tell(self: staged.ExpertRefit, residual: torch.Tensor, weights: torch.Tensor) -> None:
+        assert self._given is not None
+        told.append((residual, weights, self._given.clone()))
+        lacks(self, residual, weights)
+
+    monkeypatch.setattr(staged.ExpertRefit, "lacks", tell)
+    return told
+
+
 def shifted(calibration):
     """Hidden states that stand for the dense model's, beside those of a compressed one."""
     other = calibration.copy()
@@ -555,15 +568,7 @@ def test_what_experts_lack_is_in_the_units_of_the_mixture(name: str, monkeypatch
     """Times the block's factor, and added to the stream behind attention, it is the dense model's."""
     family = BY_NAME[name]
     source, calibration = opened(family)
-    dense, lacks = shifted(calibration), staged.ExpertRefit.lacks
-    told: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def tell(self: staged.ExpertRefit, residual: torch.Tensor, weights: torch.Tensor) -> None:
-        assert self._given is not None
-        told.append((residual, weights, self._given.clone()))
-        lacks(self, residual, weights)
-
-    monkeypatch.setattr(staged.ExpertRefit, "lacks", tell)
+    dense, told = shifted(calibration), told_to_experts(monkeypatch)
     compressed(source, calibration, {**family.full_ranks()[0], "mlp": 16}, CompressionConfig(solver="best"), dense)
     block, middles = source.blocks.peek(0, CPU), []
     hook = source.architecture.middle_module(block).register_forward_pre_hook(
@@ -585,18 +590,12 @@ def test_what_experts_lack_is_in_the_units_of_the_mixture(name: str, monkeypatch
 def test_no_token_that_is_far_from_the_dense_one_rules_the_refit_of_experts(monkeypatch: pytest.MonkeyPatch):
     family = BY_NAME["mixtral"]
     source, calibration = opened(family)
-    dense, lacks = shifted(calibration), staged.ExpertRefit.lacks
-    told: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def tell(self: staged.ExpertRefit, residual: torch.Tensor, weights: torch.Tensor) -> None:
-        told.append((residual.norm(dim=-1), weights))
-        lacks(self, residual, weights)
-
-    monkeypatch.setattr(staged.ExpertRefit, "lacks", tell)
+    dense, told = shifted(calibration), told_to_experts(monkeypatch)
     monkeypatch.setattr("modegpt.sums.token_weights.ASTRAY", 0.85)  # between what the tokens of this model are off by
     compressed(source, calibration, {**family.full_ranks()[0], "mlp": 16}, CompressionConfig(solver="best"), dense)
     assert calibration.weights is not None
-    off, weights = (torch.cat(parts).flatten() for parts in zip(*told, strict=True))
+    off = torch.cat([residual.norm(dim=-1) for residual, _weights, _given in told]).flatten()
+    weights = torch.cat([weights for _residual, weights, _given in told]).flatten()
     norms = torch.cat(list(dense.hidden)).norm(dim=-1).flatten()
     alike = torch.cat(list(calibration.weights)).flatten() / norms
     far = off > 0.85 * norms
