@@ -252,8 +252,8 @@ def mixture(data: dict[str, Any]) -> str:
         f"dealt to {about['mixture']}, and distilled from it ({about['distillation']}).\n"
         f"`{about['allocation']}`, {about['dtype']}, calibrated on {about['calibration']};\n"
         f"perplexity on {about['test']} (dense {dense['perplexity']:.1f}), and\n"
-        "the rise of its logarithm (`benchmarks/mixture.py`). Each one that is made is another: on a second,\n"
-        "`best` lost two thirds of what `paper` did, before what was seen there was mended ([log.md](log.md)).\n\n"
+        "the rise of its logarithm (`benchmarks/mixture.py`). On a second one, made in the same way,\n"
+        "`best` had two thirds of the rise of `paper`, and its refit was mended for it ([log.md](log.md)).\n\n"
     )
     header = ["sparsity", "`paper`", "`best`", "time of `best` over `paper`"]
     return text + table(header, rows)

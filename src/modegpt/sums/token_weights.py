@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 ASTRAY = 10.0
-"""Norms of its dense hidden state by which a token is so far from it that it is bounded in its share of a fit."""
+"""How many norms of its dense hidden state a token may be away from it without being bounded."""
 
 
 def token_weights(windows: Tensor, exponent: float) -> Tensor | None:
